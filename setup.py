@@ -1,0 +1,5 @@
+"""Build entry point; everything is declared in pyproject.toml."""
+
+from setuptools import setup
+
+setup()
