@@ -1,0 +1,564 @@
+"""From a path to batches: corpora, the training order, validation, preparation.
+
+A corpus is two streams of tokens, ``train`` and ``val``. Text for the byte
+tokenizer and ready token shards are read in place; any other text is tokenised
+once into shards in a cache folder. Nothing is ever held whole in memory, so a
+corpus may be larger than it.
+
+The training order is a pure function of (seed, step, position in the global
+batch). There is no loader state: any split of a batch over ranks or micro-batches
+reads the same sequences, and a resumed run goes on with the very next one.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from deeploop.errors import InputError
+from deeploop.shards import (
+    BLOCK,
+    META,
+    ArraySegment,
+    FileSegment,
+    Segment,
+    TokenStream,
+    atomic_file,
+    claimed_folder,
+    disk_errors,
+    exclusive,
+    open_shards,
+    shard_dtype,
+    write_shard,
+)
+from deeploop.tokenizer import (
+    ByteTokenizer,
+    Piece,
+    Tokenizer,
+    encode_pieces,
+    load_tokenizer,
+    read_pieces,
+    split_text,
+    text_files,
+)
+
+# (phase, done, total); phase is "tokenise", in bytes of source, or "write", in tokens.
+Progress = Callable[[str, int, int], None]
+IGNORED = -100  # the target that cross-entropy skips
+BIGRAM_VOCAB = 4096  # above it the table of pairs would not fit: 4096^2 int64 are 128 MiB
+ASSUMED_VOCAB = {"<u2": 50257, "<u4": 128256}  # GPT-2 and Llama 3, whose layouts they are
+CACHE_VERSION = 1  # part of every cache key: raise it when the same text gives other tokens
+TOKENS, MARKS, STAGING = "tokens", "marks.npy", ".staging"
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Two streams of tokens and what is known about them.
+
+    ``tokenizer`` is None for shards that name none. ``train_bytes`` and
+    ``val_bytes`` count the UTF-8 the tokens stand for, None where unknown; end-of-
+    text tokens stand for none, so that loss over bytes charges for predicting them.
+    """
+
+    name: str
+    train: TokenStream
+    val: TokenStream
+    vocab_size: int
+    tokenizer: Tokenizer | None = None
+    train_bytes: int | None = None
+    val_bytes: int | None = None
+    note: str = ""
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Of val: bits per byte are loss / ln 2 / bytes_per_token."""
+        return self.val_bytes / len(self.val) if self.val_bytes and len(self.val) else None
+
+    def describe(self) -> str:
+        """One line for the head of a log."""
+        parts = [
+            f"{self.name}: {len(self.train):,} train and {len(self.val):,} val tokens",
+            f"tokenizer {self.tokenizer.name if self.tokenizer else 'unknown'}",
+            f"vocabulary {self.vocab_size:,}",
+        ]
+        if self.bytes_per_token is not None:
+            parts.append(f"{self.bytes_per_token:.2f} bytes/token")
+        return ", ".join(parts + ([self.note] if self.note else []))
+
+
+def load_corpus(
+    path: str,
+    tokenizer: str = "byte",
+    *,
+    text_field: str = "text",
+    val_fraction: float = 0.1,
+    vocab_size: int | None = None,
+    cache_dir: str | None = None,
+    progress: Progress | None = None,
+) -> Corpus:
+    """Open the corpus at ``path``; empty means the help topics that CPython ships.
+
+    ``path`` is a .txt, .jsonl or .parquet file, a folder of such files (read in
+    order of name), a .bin shard or a folder of shards. Text is split by tokens: the
+    last ``val_fraction`` validates. Shards with a meta.json know their tokenizer;
+    for others ``tokenizer`` is taken unless it is "byte", and ``vocab_size`` sets
+    the bound on ids. Raises InputError for anything refused.
+    """
+    if not 0 < val_fraction < 1:
+        raise InputError(f"val_fraction is {val_fraction}; it must lie between 0 and 1")
+    source = Path(path).expanduser()
+    if path and not source.exists():
+        raise InputError(f"data path {path!r} does not exist; give a file or folder that does")
+    if not path:
+        corpus = _help_topics(load_tokenizer(tokenizer), val_fraction)
+    elif source.suffix == ".bin" or (source.is_dir() and any(source.glob("*.bin"))):
+        corpus = _shard_corpus(source, tokenizer, val_fraction, vocab_size)
+    else:
+        corpus = _text_corpus(
+            source, load_tokenizer(tokenizer), text_field, val_fraction, cache_dir, progress
+        )
+    if vocab_size is not None and vocab_size != corpus.vocab_size:
+        corpus = _with_vocab(corpus, vocab_size)
+    for label, stream in (("train", corpus.train), ("val", corpus.val)):
+        if len(stream) < 2:
+            raise InputError(
+                f"data path {path!r} leaves {len(stream)} tokens for {label}, and at least 2 "
+                "are needed; give more text or another val_fraction"
+            )
+        stream.sample_check()
+    return corpus
+
+
+def _with_vocab(corpus: Corpus, vocab_size: int) -> Corpus:
+    """The corpus for a model with more rows than its tokenizer has ids (padding)."""
+    if vocab_size < corpus.vocab_size:
+        raise InputError(
+            f"vocab_size is {vocab_size}, below the {corpus.vocab_size} of {corpus.name}'s "
+            "tokenizer; it must be at least that"
+        )
+    train, val = (
+        TokenStream(s.segments, vocab_size, s.start, s.stop) for s in (corpus.train, corpus.val)
+    )
+    return dataclasses.replace(corpus, train=train, val=val, vocab_size=vocab_size)
+
+
+def _split(
+    name: str,
+    segments: Sequence[Segment],
+    tokenizer: Tokenizer,
+    marks: np.ndarray,
+    val_fraction: float,
+) -> Corpus:
+    """Cut text at a token; ``marks`` int64 [n, 2] says how many bytes lie before a token.
+
+    Between two marks, a few KiB apart, bytes are interpolated.
+    """
+    whole = TokenStream(segments, tokenizer.vocab_size)
+    at = len(whole) - int(len(whole) * val_fraction)
+    train_bytes = round(float(np.interp(at, marks[:, 0], marks[:, 1])))
+    return Corpus(
+        name,
+        whole.view(0, at),
+        whole.view(at, len(whole)),
+        tokenizer.vocab_size,
+        tokenizer,
+        train_bytes,
+        int(marks[-1, 1]) - train_bytes,
+    )
+
+
+def _help_topics(tokenizer: Tokenizer, val_fraction: float) -> Corpus:
+    """Real prose that needs no download: the language reference inside every CPython."""
+    from pydoc_data.topics import topics
+
+    text = "\n".join(topics[key] for key in sorted(topics))
+    parts: list[np.ndarray] = []
+    pieces = (Piece(part, False, 0) for part in split_text([text]))
+    marks = _encode(tokenizer, pieces, parts.append)
+    name = f"Python {platform.python_version()} help topics"
+    return _split(name, [ArraySegment(name, np.concatenate(parts))], tokenizer, marks, val_fraction)
+
+
+def _text_corpus(
+    source: Path,
+    tokenizer: Tokenizer,
+    text_field: str,
+    val_fraction: float,
+    cache_dir: str | None,
+    progress: Progress | None,
+) -> Corpus:
+    files = text_files(source)
+    if isinstance(tokenizer, ByteTokenizer) and [file.suffix for file in files] == [".txt"]:
+        # The file is its own shard: a byte of UTF-8 is a token.
+        size = files[0].stat().st_size
+        segment = FileSegment(str(files[0]), 0, "u1", size)
+        marks = np.array([[0, 0], [size, size]])
+    else:
+        root = Path(cache_dir).expanduser() if cache_dir else default_cache()
+        folder = _tokenised(files, tokenizer, text_field, root, progress)
+        marks = np.load(folder / MARKS)
+        dtype = shard_dtype(tokenizer.vocab_size)
+        segment = FileSegment(str(folder / TOKENS), 0, dtype, int(marks[-1, 0]))
+    return _split(source.name, [segment], tokenizer, marks, val_fraction)
+
+
+def _shard_corpus(source: Path, spec: str, val_fraction: float, vocab_size: int | None) -> Corpus:
+    """Shards as they are; a lone one is split like text."""
+    shards = open_shards(source)
+    tokenizer, note = _shard_tokenizer(source, spec, shards.meta)
+    if shards.meta:
+        vocab = int(shards.meta["vocab_size"])
+    elif tokenizer:
+        vocab = tokenizer.vocab_size
+    elif vocab_size is not None:
+        vocab = vocab_size
+    else:
+        vocab = max(ASSUMED_VOCAB[shard.dtype] for shard in shards.train + shards.val)
+        note = f"vocabulary assumed from the layout of {source.name}"
+    train = TokenStream(shards.train, vocab)
+    val = TokenStream(shards.val, vocab)
+    if not shards.val:
+        at = len(train) - int(len(train) * val_fraction)
+        train, val = train.view(0, at), train.view(at, len(train))
+    counts = shards.meta.get("bytes", {})
+    return Corpus(
+        source.name, train, val, vocab, tokenizer, counts.get("train"), counts.get("val"), note
+    )
+
+
+def _shard_tokenizer(source: Path, spec: str, meta: dict[str, Any]) -> tuple[Tokenizer | None, str]:
+    """The tokenizer given, else the one the shards name; and what to say if it cannot be had."""
+    if spec != "byte":
+        given = load_tokenizer(spec)
+        if meta and given.vocab_size != meta["vocab_size"]:
+            raise InputError(
+                f"tokenizer {spec!r} has {given.vocab_size} ids, but the shards in {source} were "
+                f"written with {meta['tokenizer']!r} of {meta['vocab_size']}; use that one"
+            )
+        return given, ""
+    if not meta.get("tokenizer"):
+        return None, ""
+    try:
+        return load_tokenizer(meta["tokenizer"], source), ""
+    except InputError as error:  # training on tokens needs no tokenizer
+        return None, str(error)
+
+
+def default_cache() -> Path:
+    """Where tokenised text is kept: $XDG_CACHE_HOME/deeploop, or ~/.cache/deeploop."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deeploop"
+
+
+def _tokenised(
+    files: Sequence[Path],
+    tokenizer: Tokenizer,
+    text_field: str,
+    root: Path,
+    progress: Progress | None,
+) -> Path:
+    """The cache folder with the tokens of ``files``, built by the first process that asks.
+
+    The folder is built under a temporary name and renamed when whole. A lock makes
+    the other ranks of a job wait for the first rather than repeat its work; where
+    there are no locks each builds its own and the first rename wins.
+    """
+    key = _cache_key(files, tokenizer, text_field)
+    final = root / key
+    if final.is_dir():
+        return final
+    with disk_errors(f"cache folder {root}"):
+        root.mkdir(parents=True, exist_ok=True)
+        with exclusive(root / f"{key}.lock") as held:
+            if held:  # then no one else is at work, and what is left over is a dead process's
+                for stale in root.glob(f"{key}.*.tmp"):
+                    shutil.rmtree(stale, ignore_errors=True)
+            if not final.is_dir():
+                work = Path(tempfile.mkdtemp(prefix=f"{key}.", suffix=".tmp", dir=root))
+                try:
+                    _build_cache(work, files, tokenizer, text_field, progress)
+                    with contextlib.suppress(FileExistsError):
+                        _rename_folder(work, final)
+                finally:
+                    shutil.rmtree(work, ignore_errors=True)
+    return final
+
+
+def _rename_folder(work: Path, final: Path) -> None:
+    try:
+        os.rename(work, final)
+    except OSError:
+        if not final.is_dir():  # else another process was first, with the same content
+            raise
+
+
+def _cache_key(files: Sequence[Path], tokenizer: Tokenizer, text_field: str) -> str:
+    stats = [(str(file.resolve()), file.stat()) for file in files]
+    facts = [CACHE_VERSION, tokenizer.fingerprint, text_field]
+    facts += [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+
+
+def _build_cache(
+    work: Path,
+    files: Sequence[Path],
+    tokenizer: Tokenizer,
+    text_field: str,
+    progress: Progress | None,
+) -> None:
+    """Write the tokens of ``files`` (raw, one file of any size) and their marks to ``work``."""
+    dtype = shard_dtype(tokenizer.vocab_size)
+    total = sum(file.stat().st_size for file in files)
+    with open(work / TOKENS, "wb") as out:
+        marks = _encode(
+            tokenizer,
+            read_pieces(files, text_field),
+            lambda ids: out.write(ids.astype(dtype).tobytes()),
+            spacing=max(4096, total >> 16),
+            progress=lambda done: progress("tokenise", done, total) if progress else None,
+        )
+    if not marks[-1, 0]:
+        raise InputError(f"data path {files[0]} is empty; give a file with text in it")
+    np.save(work / MARKS, marks)
+
+
+def _encode(
+    tokenizer: Tokenizer,
+    pieces: Iterable[Piece],
+    write: Callable[[np.ndarray], Any],
+    spacing: int = 4096,
+    progress: Callable[[int], None] = lambda done: None,
+) -> np.ndarray:
+    """Hand the ids of every piece to ``write``.
+
+    Returns marks, int64 [n, 2]: (tokens, bytes) so far, every ``spacing`` bytes.
+    """
+    tokens = size = 0
+    marks = [(0, 0)]
+    for ids, length, position in encode_pieces(tokenizer, pieces):
+        write(ids)
+        tokens, size = tokens + len(ids), size + length
+        if size - marks[-1][1] >= spacing:
+            marks.append((tokens, size))
+            progress(position)
+    return np.array([*marks, (tokens, size)], np.int64)
+
+
+def windows_per_epoch(tokens: int, seq_len: int) -> int:
+    """Training windows in one pass over ``tokens`` tokens.
+
+    One fewer than would fit, where more than one does: that leaves room to begin
+    each epoch at another phase, so that no window is seen twice in the same cut.
+    """
+    if tokens < seq_len + 1:
+        raise InputError(
+            f"the training split has {tokens} tokens, fewer than one sequence of seq_len + 1 = "
+            f"{seq_len + 1}; give more text or a smaller seq_len"
+        )
+    return max(1, (tokens - 1) // seq_len - 1)
+
+
+def train_starts(
+    tokens: int, *, seed: int, step: int, global_batch: int, seq_len: int, rows: slice | range
+) -> np.ndarray:
+    """Where each row's window of seq_len + 1 tokens begins; int64 [rows].
+
+    Sample step * global_batch + row lies in epoch sample // n, where a keyed
+    bijection of [0, n) picks its window: without replacement, in O(rows) memory.
+    """
+    picked = range(global_batch)[rows] if isinstance(rows, slice) else rows
+    if picked and not (min(picked) >= 0 and max(picked) < global_batch):
+        raise IndexError(f"rows {rows} of a global batch of {global_batch}")
+    count = windows_per_epoch(tokens, seq_len)
+    first = step * global_batch
+    samples = [divmod(first + row, count) for row in picked]
+    epoch = np.array([e for e, _ in samples], np.uint64)
+    index = np.array([i for _, i in samples], np.uint64)
+    key = _mix(_mix(np.full_like(epoch, seed % (1 << 64)) + _GOLDEN) ^ epoch)
+    slack = tokens - 1 - count * seq_len
+    phase = _mix(key ^ _GOLDEN) % np.uint64(slack + 1)
+    return (permute(index, count, key) * np.uint64(seq_len) + phase).astype(np.int64)
+
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """splitmix64's output function: a bijection of 64 bits that scatters them; uint64 [...]."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def permute(index: np.ndarray, count: int, key: np.ndarray) -> np.ndarray:
+    """Where a shuffle of [0, count) sends ``index``; uint64 [n], with a key for each.
+
+    For any key a bijection: a Feistel network permutes the next power of four, and
+    results >= count walk on along their cycle until they fall below it (fewer than
+    four rounds on average).
+    """
+    half = np.uint64(max(1, ((count - 1).bit_length() + 1) // 2))
+    mask = np.uint64((1 << int(half)) - 1)
+    out = index.copy()
+    walking = np.arange(len(index))
+    while len(walking):
+        left, right = out[walking] >> half, out[walking] & mask
+        for turn in range(1, 7):
+            scatter = _mix(right ^ _mix(key[walking] + np.uint64(turn)))
+            left, right = right, left ^ (scatter & mask)
+        out[walking] = (left << half) | right
+        walking = walking[out[walking] >= count]
+    return out
+
+
+def train_batch(
+    stream: TokenStream,
+    *,
+    seed: int,
+    step: int,
+    global_batch: int,
+    seq_len: int,
+    rows: slice | range,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows ``rows`` of the global batch of ``step``: (inputs, targets), int64 [rows, seq_len].
+
+    A pure function of its arguments. Raises InputError where the stream is shorter
+    than one sequence or holds an id outside its vocabulary.
+    """
+    starts = train_starts(
+        len(stream), seed=seed, step=step, global_batch=global_batch, seq_len=seq_len, rows=rows
+    )
+    windows = np.empty((len(starts), seq_len + 1), np.int64)
+    for row, start in zip(windows, starts, strict=True):
+        row[:] = stream.read(int(start), seq_len + 1)
+    whole = torch.from_numpy(windows)
+    return whole[:, :-1].contiguous(), whole[:, 1:].contiguous()
+
+
+def val_batches(
+    stream: TokenStream, *, batch: int, seq_len: int, max_batches: int | None = None
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Windows in order, without overlap: (inputs, targets), int64 [<= batch, seq_len].
+
+    Every token but the first is a target exactly once. The last window is padded
+    with input 0 and target -100, the last batch has fewer rows; none is empty.
+    """
+    targets = len(stream) - 1
+    stop = targets if max_batches is None else min(targets, max_batches * batch * seq_len)
+    for start in range(0, stop, batch * seq_len):
+        length = min(batch * seq_len, targets - start)
+        tokens = stream.read(start, length + 1)
+        shape = (-(-length // seq_len), seq_len)
+        inputs, wanted = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
+        inputs.ravel()[:length] = tokens[:-1]
+        wanted.ravel()[:length] = tokens[1:]
+        yield torch.from_numpy(inputs), torch.from_numpy(wanted)
+
+
+def ngram_bits(
+    train: TokenStream, val: TokenStream, vocab_size: int, max_tokens: int = 100_000_000
+) -> tuple[float, float | None]:
+    """Bits per token of val under unigram and bigram counts of train, both add-one.
+
+    What a model must beat to have learnt anything beyond letter frequencies. Both
+    are over the same targets, all of val but its first token. Only the first
+    ``max_tokens`` of each stream are read. The bigram is None above 4096 ids.
+    """
+    pairs = vocab_size <= BIGRAM_VOCAB
+    singles = np.zeros(vocab_size, np.int64)
+    doubles = np.zeros((vocab_size, vocab_size) if pairs else (0, 0), np.int64)
+    for block in _overlapping(train, max_tokens):
+        singles += np.bincount(block[1:], minlength=vocab_size)
+        if pairs:
+            flat = np.bincount(block[:-1] * vocab_size + block[1:], minlength=vocab_size**2)
+            doubles += flat.reshape(doubles.shape)
+    log_single = np.log2((singles + 1) / (singles.sum() + vocab_size))
+    context = doubles.sum(axis=1)
+    bits, count = np.zeros(2), 0
+    for block in _overlapping(val, max_tokens):
+        before, after = block[:-1], block[1:]
+        count += len(after)
+        bits[0] -= log_single[after].sum()
+        if pairs:
+            bits[1] -= np.log2((doubles[before, after] + 1) / (context[before] + vocab_size)).sum()
+    if not count:
+        raise InputError(f"the validation split has {len(val)} tokens; at least 2 are needed")
+    return float(bits[0] / count), float(bits[1] / count) if pairs else None
+
+
+def _overlapping(stream: TokenStream, limit: int) -> Iterator[np.ndarray]:
+    """Blocks that share their ends, so that every pair of neighbours is in exactly one."""
+    stop = min(limit, len(stream))
+    for start in range(0, stop - 1, BLOCK):
+        yield stream.read(start, min(BLOCK + 1, stop - start))
+
+
+def prepare(
+    input: str,
+    out: str,
+    tokenizer: str = "byte",
+    text_field: str = "text",
+    val_fraction: float = 0.1,
+    shard_tokens: int = 100_000_000,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Write the corpus at ``input`` to the folder ``out`` as llm.c shards; returns their meta.
+
+    The streams are those ``load_corpus`` would give: ``NAME_val_000000.bin``, …
+    hold val, ``NAME_train_000001.bin``, … train, and meta.json, written last, the
+    tokenizer and the counts. A run that was killed is taken up by the next one,
+    which does not tokenise again what was tokenised; until then the folder is
+    marked unfinished and is not read. Raises InputError, also on a full disk.
+    """
+    if not 1 <= shard_tokens < 1 << 31:
+        raise InputError(f"shard_tokens is {shard_tokens}; it must lie in 1 .. 2^31 - 1")
+    if not Path(input).expanduser().exists() and input:
+        raise InputError(f"data path {input!r} does not exist; give a file or folder that does")
+    folder = Path(out).expanduser()
+    with disk_errors(f"output folder {folder}"), claimed_folder(folder):
+        staging = folder / STAGING
+        corpus = load_corpus(
+            input,
+            tokenizer,
+            text_field=text_field,
+            val_fraction=val_fraction,
+            cache_dir=str(staging),
+            progress=progress,
+        )
+        meta = _write_corpus(corpus, folder, Path(input).stem or "topics", shard_tokens, progress)
+        shutil.rmtree(staging, ignore_errors=True)
+    return meta
+
+
+def _write_corpus(
+    corpus: Corpus, folder: Path, name: str, shard_tokens: int, progress: Progress | None
+) -> dict[str, Any]:
+    names: list[str] = []
+    done, total = 0, len(corpus.train) + len(corpus.val)
+    # Validation first, as in llm.c, for readers that take the first shard for it.
+    for split, stream in (("val", corpus.val), ("train", corpus.train)):
+        for part in stream.parts(shard_tokens):
+            names.append(f"{name}_{split}_{len(names):06d}.bin")
+            done += write_shard(folder / names[-1], part.blocks(), shard_dtype(corpus.vocab_size))
+            if progress:
+                progress("write", done, total)
+    meta = {
+        "shards": names,
+        "tokenizer": corpus.tokenizer.save(folder) if corpus.tokenizer else None,
+        "vocab_size": corpus.vocab_size,
+        "tokens": {"train": len(corpus.train), "val": len(corpus.val)},
+        "bytes": {"train": corpus.train_bytes, "val": corpus.val_bytes},
+    }
+    with atomic_file(folder / META) as file:
+        file.write(json.dumps(meta, indent=2).encode() + b"\n")
+    return meta
