@@ -22,6 +22,7 @@ import hashlib
 import io
 import itertools
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -187,9 +188,9 @@ def load_tokenizer(spec: str, folder: Path | None = None) -> Tokenizer:
         raise InputError(f"tokenizer {spec!r} is neither a known kind nor a file; give {KINDS}")
     tokenizers = _require("tokenizers", spec)
     inner = _parse(spec, lambda: tokenizers.Tokenizer.from_file(str(path)))
-    return FileTokenizer(
-        inner, str(path), path.parent.name if path.stem == "tokenizer" else path.stem
-    )
+    path = path.resolve()  # the spec is kept in checkpoints: it must hold from anywhere
+    name = path.parent.name if path.stem == "tokenizer" else path.stem
+    return FileTokenizer(inner, str(path), name)
 
 
 def _load_gpt2_files(spec: str) -> FileTokenizer:
@@ -203,20 +204,21 @@ def _load_gpt2_files(spec: str) -> FileTokenizer:
     inner.decoder = decoders.ByteLevel()
     if inner.token_to_id(GPT2_EOT) is not None:
         inner.add_special_tokens([GPT2_EOT])
-    return FileTokenizer(inner, spec, "gpt2")
+    return FileTokenizer(inner, f"gpt2:{vocab.resolve()},{merges.resolve()}", "gpt2")
 
 
 def _gpt2_paths(spec: str) -> tuple[Path, Path]:
     """vocab and merges; OpenAI's own names (encoder.json, vocab.bpe) are known too."""
     where = spec.removeprefix("gpt2:")
-    if "," in where:
-        pairs = [tuple(Path(part.strip()) for part in where.split(",", 1))]
+    if "," in where and not Path(where).is_dir():
+        vocab, _, merges = where.partition(",")
+        pairs = [(Path(vocab.strip()), Path(merges.strip()))]
     else:
         names = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
         pairs = [(Path(where, vocab), Path(where, merges)) for vocab, merges in names]
-    for vocab, merges in pairs:
-        if vocab.is_file() and merges.is_file():
-            return vocab, merges
+    for pair in pairs:
+        if all(path.is_file() for path in pair):
+            return pair
     missing = next(path for path in pairs[0] if not path.is_file())
     raise InputError(f"tokenizer {spec!r} needs the file {missing}, which does not exist")
 
@@ -258,6 +260,9 @@ def text_files(source: Path) -> list[Path]:
             f"data path {str(source)!r} is no corpus: give {', '.join(READERS)} or .bin shards, "
             "as a file or as a folder of files"
         )
+    for file in known:
+        if not os.access(file, os.R_OK):
+            raise InputError(f"data file {file} may not be read; change its permissions")
     return known
 
 
@@ -330,7 +335,8 @@ def _read_parquet(path: Path, field: str) -> Iterator[Document]:
                     f"{path} has no column {field!r}, only {', '.join(columns)}; set text_field"
                 )
             kind = file.schema_arrow.field(field).type
-            if kind not in (pa.string(), pa.large_string()):
+            plain = kind.value_type if pa.types.is_dictionary(kind) else kind
+            if plain not in (pa.string(), pa.large_string()):
                 raise InputError(f"{path} column {field!r} holds {kind}, not strings")
             size, rows, done = path.stat().st_size, max(1, file.metadata.num_rows), 0
             for batch in file.iter_batches(batch_size=256, columns=[field]):
