@@ -288,13 +288,21 @@ def _read_meta(folder: Path) -> dict[str, Any]:
     raise InputError(f"{path} is no shard description this version reads; prepare the data again")
 
 
+# What the folder, not the program, is to blame for.
+DISK_ERRORS = {
+    getattr(errno, name)
+    for name in ("ENOSPC", "EDQUOT", "EROFS", "EACCES", "EPERM", "EEXIST", "ENOTDIR")
+    if hasattr(errno, name)
+}
+
+
 @contextmanager
 def disk_errors(what: str) -> Iterator[None]:
-    """Turn a full or read-only disk into one sentence; other errors pass unchanged."""
+    """Turn a full, read-only or misplaced folder into one sentence; other errors pass."""
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+        if error.errno not in DISK_ERRORS:
             raise
         raise InputError(
             f"{what} could not be written ({error.strerror}); "

@@ -1,0 +1,471 @@
+"""Corpora, the training order, validation, baselines and preparation."""
+
+import errno
+import json
+import multiprocessing
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deeploop.data import (
+    default_cache,
+    load_corpus,
+    ngram_bits,
+    permute,
+    prepare,
+    train_batch,
+    train_starts,
+    val_batches,
+    windows_per_epoch,
+)
+from deeploop.errors import InputError
+from deeploop.shards import ArraySegment, TokenStream, write_shard
+
+FORK = multiprocessing.get_context("fork")
+
+
+def stream_of(tokens, vocab_size=1 << 16, pieces=1) -> TokenStream:
+    parts = np.array_split(np.asarray(tokens, np.uint16), pieces)
+    return TokenStream([ArraySegment(f"part {i}", p) for i, p in enumerate(parts)], vocab_size)
+
+
+def everything(stream: TokenStream) -> list[int]:
+    return stream.read(0, len(stream)).tolist()
+
+
+def refused(call, *words: object) -> None:
+    with pytest.raises(InputError) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    for word in words:
+        assert str(word) in str(caught.value)
+
+
+def write_jsonl(path: Path, texts) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+@pytest.fixture
+def cache(tmp_path) -> str:
+    return str(tmp_path / "cache")
+
+
+@pytest.fixture(scope="module")
+def bpe_dir(tmp_path_factory):
+    tokenizers = pytest.importorskip("tokenizers")
+    folder = tmp_path_factory.mktemp("bpe")
+    trained = tokenizers.ByteLevelBPETokenizer()
+    trained.train_from_iterator(
+        ["the block runs again " * 50], 300, special_tokens=["<|endoftext|>"], show_progress=False
+    )
+    trained.save_model(str(folder))
+    return folder
+
+
+# The training order
+
+
+@given(count=st.integers(1, 3000), key=st.integers(0, 2**64 - 1))
+def test_the_shuffle_is_a_bijection(count, key):
+    index = np.arange(count, dtype=np.uint64)
+    out = permute(index, count, np.full(count, key, np.uint64))
+    assert np.array_equal(np.sort(out), index)
+
+
+def test_the_shuffle_reaches_far_beyond_memory():
+    count = (1 << 40) + 7
+    index = np.arange(0, count, count // 1000, dtype=np.uint64)
+    out = permute(index, count, np.zeros_like(index))
+    assert out.max() < count and len(np.unique(out)) == len(index)
+    assert abs(float(out.mean()) / count - 0.5) < 0.05
+
+
+def test_the_shuffle_favours_no_place():
+    """Over 20000 keys each of 6 items comes to each of 6 places about equally often."""
+    keys = np.arange(20000, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    for index in range(6):
+        out = permute(np.full(len(keys), index, np.uint64), 6, keys)
+        counts = np.bincount(out.astype(int), minlength=6)
+        assert abs(counts / len(keys) - 1 / 6).max() < 0.03
+
+
+@settings(max_examples=60)
+@given(
+    tokens=st.integers(2, 400),
+    seq_len=st.integers(1, 40),
+    batch=st.integers(1, 9),
+    seed=st.integers(-(2**65), 2**65),
+    epoch=st.integers(0, 1 << 20),
+)
+def test_each_window_is_seen_once_per_epoch(tokens, seq_len, batch, seed, epoch):
+    if tokens < seq_len + 1:
+        refused(lambda: windows_per_epoch(tokens, seq_len), tokens, seq_len + 1)
+        return
+    count = windows_per_epoch(tokens, seq_len)
+    first = epoch * count
+    starts = np.concatenate(
+        [
+            train_starts(
+                tokens, seed=seed, step=step, global_batch=batch, seq_len=seq_len, rows=slice(None)
+            )
+            for step in range(first // batch, (first + count) // batch + 1)
+        ]
+    )[first % batch :][:count]
+    phase = starts.min()
+    assert np.array_equal(np.sort(starts), phase + seq_len * np.arange(count))
+    assert phase >= 0 and starts.max() + seq_len + 1 <= tokens
+
+
+def test_epochs_and_seeds_differ_in_order_and_phase():
+    def epoch(number, seed=0):
+        count = windows_per_epoch(10_000, 16)
+        return train_starts(
+            10_000, seed=seed, step=number, global_batch=count, seq_len=16, rows=slice(None)
+        )
+
+    runs = [epoch(0), epoch(1), epoch(2), epoch(0, seed=1), epoch(0, seed=2)]
+    assert len({tuple(run) for run in runs}) == len(runs)
+    assert len({int(run.min()) for run in runs}) > 2
+    reached = {int(s) for e in range(400) for s in (epoch(e).min(), epoch(e).max() + 16)}
+    assert {0, 9_999} <= reached  # no token is left out for good, at either end
+
+
+def test_training_order_is_pinned():
+    """A run resumed under a later version must read on where it stopped."""
+    starts = train_starts(10_000, seed=7, step=3, global_batch=4, seq_len=16, rows=slice(None))
+    assert starts.tolist() == [496, 3168, 5024, 8336]
+
+
+@settings(max_examples=40)
+@given(data=st.data(), step=st.integers(0, 10**9), ranks=st.integers(1, 5))
+def test_any_split_of_a_batch_reads_the_same_sequences(data, step, ranks):
+    stream = stream_of(np.arange(999) * 7 % 1000, pieces=5)
+    common = {"seed": 3, "step": step, "global_batch": 12, "seq_len": 10}
+    inputs, targets = train_batch(stream, **common, rows=slice(None))
+    cuts = sorted(data.draw(st.lists(st.integers(0, 12), max_size=4)))
+    spans = [range(a, b) for a, b in zip([0, *cuts], [*cuts, 12], strict=True)]
+    parts = [train_batch(stream, **common, rows=span) for span in spans]
+    assert torch.equal(torch.cat([x for x, _ in parts]), inputs)
+    assert torch.equal(torch.cat([y for _, y in parts]), targets)
+    for rank in range(ranks):  # interleaved over ranks
+        x, y = train_batch(stream, **common, rows=slice(rank, None, ranks))
+        assert torch.equal(x, inputs[rank::ranks]) and torch.equal(y, targets[rank::ranks])
+
+
+def test_batches_are_next_token_pairs_across_shards():
+    tokens = np.arange(500)
+    for pieces in (1, 7, 200):  # windows of 33 tokens cross many shards of 2 or 3
+        stream = stream_of(tokens, pieces=pieces)
+        x, y = train_batch(stream, seed=0, step=2, global_batch=8, seq_len=32, rows=slice(2, 6))
+        assert x.shape == y.shape == (4, 32) and x.dtype == y.dtype == torch.int64
+        assert x.is_contiguous() and y.is_contiguous()
+        assert torch.equal(y, x + 1)
+
+
+def test_rows_outside_the_batch_and_short_corpora_are_refused():
+    stream = stream_of(range(50))
+    with pytest.raises(IndexError):
+        train_batch(stream, seed=0, step=0, global_batch=4, seq_len=8, rows=range(2, 5))
+    refused(
+        lambda: train_batch(stream, seed=0, step=0, global_batch=4, seq_len=50, rows=range(4)),
+        "50 tokens",
+        "seq_len + 1 = 51",
+    )
+    x, _ = train_batch(stream, seed=0, step=0, global_batch=4, seq_len=49, rows=range(4))
+    assert x.tolist() == [list(range(49))] * 4  # just one window, and it fits
+    assert train_batch(stream, seed=0, step=0, global_batch=4, seq_len=8, rows=range(0))[
+        0
+    ].shape == (0, 8)
+
+
+def test_an_id_outside_the_vocabulary_never_reaches_the_model():
+    stream = stream_of([1] * 70 + [900] + [1] * 29, vocab_size=900, pieces=2)
+    refused(
+        lambda: [
+            train_batch(stream, seed=0, step=s, global_batch=8, seq_len=9, rows=slice(None))
+            for s in range(3)
+        ],
+        "part 1",
+        "id 900",
+        "offset 20",
+    )
+    refused(lambda: list(val_batches(stream, batch=2, seq_len=9)), "part 1", "id 900")
+
+
+# Validation and baselines
+
+
+@given(tokens=st.integers(0, 300), batch=st.integers(1, 5), seq_len=st.integers(1, 40))
+def test_validation_covers_every_target_once(tokens, batch, seq_len):
+    seen: list[int] = []
+    for x, y in val_batches(stream_of(range(tokens), pieces=3), batch=batch, seq_len=seq_len):
+        assert x.shape == y.shape and 1 <= len(x) <= batch and x.shape[1] == seq_len
+        real = y != -100
+        assert real.any(dim=1).all()
+        assert torch.equal(x[real] + 1, y[real]) and (x[~real] == 0).all()
+        seen += y[real].tolist()
+    assert seen == list(range(1, tokens))
+
+
+def test_validation_can_be_cut_short():
+    stream = stream_of(range(100))
+    whole = list(val_batches(stream, batch=2, seq_len=8))
+    short = list(val_batches(stream, batch=2, seq_len=8, max_batches=3))
+    assert len(whole) == 7 and len(short) == 3
+    assert all(torch.equal(a[1], b[1]) for a, b in zip(whole, short, strict=False))
+    assert len(list(val_batches(stream, batch=2, seq_len=8, max_batches=99))) == 7
+
+
+def test_ngram_bits_by_hand(monkeypatch):
+    train, val = stream_of([0, 1, 0, 1, 0, 2], 3), stream_of([0, 1, 0, 2], 3)
+    for block in (1, 2, 1000):  # blocks share their ends: no pair is lost or doubled
+        monkeypatch.setattr("deeploop.data.BLOCK", block)
+        unigram, bigram = ngram_bits(train, val, 3)
+        # targets of train: 1 0 1 0 2; pairs 01 10 01 10 02; targets of val: 1 0 2
+        assert unigram == pytest.approx(-np.log2((3 / 8) * (3 / 8) * (2 / 8)) / 3)
+        assert bigram == pytest.approx(-np.log2((3 / 6) * (3 / 5) * (2 / 6)) / 3)
+    assert ngram_bits(train, val, 5000)[1] is None
+    refused(lambda: ngram_bits(train, val.view(0, 1), 3), "1 tokens")
+
+
+def test_default_corpus_is_real_text():
+    corpus = load_corpus("")
+    assert corpus.vocab_size == 256 and corpus.bytes_per_token == 1
+    total = len(corpus.train) + len(corpus.val)
+    assert total > 400_000 and len(corpus.val) == total // 10
+    text = corpus.tokenizer.decode(corpus.train.read(0, 2000))
+    assert text.startswith('The "assert" statement')
+    assert "help topics" in corpus.describe() and "\n" not in corpus.describe()
+    unigram, bigram = ngram_bits(corpus.train, corpus.val, 256)
+    assert 4.6 < unigram < 4.8 and 3.3 < bigram < 3.5
+
+
+# Corpora on disk
+
+
+def test_text_is_its_own_shard(tmp_path, cache):
+    content = "line é\r\nand more\n".encode() * 50
+    (tmp_path / "a.txt").write_bytes(content)
+    corpus = load_corpus(str(tmp_path / "a.txt"), cache_dir=cache, val_fraction=0.25)
+    assert bytes(everything(corpus.train) + everything(corpus.val)) == content
+    assert len(corpus.val) == len(content) // 4 and corpus.bytes_per_token == 1
+    assert not Path(cache).exists()  # nothing was copied
+
+
+def test_other_text_is_tokenised_once(tmp_path, cache, bpe_dir, monkeypatch):
+    texts = [f"the block runs again {i}, é" * 40 for i in range(60)]
+    path = write_jsonl(tmp_path / "a.jsonl", texts)
+    calls = []
+    load = lambda: load_corpus(  # noqa: E731
+        str(path), f"gpt2:{bpe_dir}", cache_dir=cache, progress=lambda *now: calls.append(now)
+    )
+    corpus = load()
+    joined = corpus.tokenizer.decode(everything(corpus.train) + everything(corpus.val))
+    assert joined == "".join("<|endoftext|>" + text for text in texts)
+    size = sum(len(text.encode()) for text in texts)
+    assert corpus.train_bytes + corpus.val_bytes == size
+    assert corpus.bytes_per_token == pytest.approx(size * 0.1 / len(corpus.val), rel=0.02)
+    assert calls and all(phase == "tokenise" and 0 < done <= total for phase, done, total in calls)
+    calls.clear()
+    assert everything(load().val) == everything(corpus.val) and not calls
+
+    time.sleep(0.01)
+    write_jsonl(path, texts[:-1])  # a changed source is another corpus
+    assert len(load().train) < len(corpus.train) and calls
+
+
+def test_the_cache_follows_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert default_cache() == tmp_path / "xdg" / "deeploop"
+    load_corpus(str(write_jsonl(tmp_path / "a.jsonl", ["some text"] * 9)))
+    assert any((tmp_path / "xdg" / "deeploop").iterdir())
+
+
+def load_in_child(path, cache, barrier, answers):
+    barrier.wait()
+    corpus = load_corpus(path, cache_dir=cache)
+    answers.put((everything(corpus.train), everything(corpus.val)))
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_processes_may_build_one_cache_together(tmp_path, cache, locks, monkeypatch):
+    if not locks:  # as on a file system without them
+        fcntl = pytest.importorskip("fcntl")
+        monkeypatch.setattr(fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(37, "none")))
+    path = str(write_jsonl(tmp_path / "a.jsonl", [f"text {i} " * 30 for i in range(800)]))
+    barrier, answers = FORK.Barrier(3), FORK.Queue()
+    children = [
+        FORK.Process(target=load_in_child, args=(path, cache, barrier, answers)) for _ in range(3)
+    ]
+    for child in children:
+        child.start()
+    results = [answers.get(timeout=20) for _ in children]
+    for child in children:
+        child.join()
+    assert results[0] == results[1] == results[2]
+    left = [entry.name for entry in Path(cache).iterdir() if entry.is_dir()]
+    assert len(left) == 1 and not left[0].endswith(".tmp")
+
+
+def die_while_tokenising(path, cache):
+    load_corpus(path, cache_dir=cache, progress=lambda *_: os._exit(9))
+
+
+def test_a_killed_build_leaves_no_cache_and_is_cleaned_up(tmp_path, cache):
+    path = str(write_jsonl(tmp_path / "a.jsonl", ["some text " * 50] * 50))
+    child = FORK.Process(target=die_while_tokenising, args=(path, cache))
+    child.start()
+    child.join()
+    assert child.exitcode == 9
+    assert [entry.name[-4:] for entry in Path(cache).iterdir() if entry.is_dir()] == [".tmp"]
+    assert len(load_corpus(path, cache_dir=cache).val)
+    assert len([entry for entry in Path(cache).iterdir() if entry.is_dir()]) == 1
+
+
+def test_shards_without_a_description(tmp_path, bpe_dir):
+    write_shard(tmp_path / "x_val_0.bin", [np.arange(100)], "<u2")
+    write_shard(tmp_path / "x_train_1.bin", [np.arange(200)], "<u2")
+    corpus = load_corpus(str(tmp_path))
+    assert (len(corpus.train), len(corpus.val), corpus.vocab_size) == (200, 100, 50257)
+    assert corpus.tokenizer is None and corpus.bytes_per_token is None
+    assert "assumed" in corpus.describe()
+    assert load_corpus(str(tmp_path), vocab_size=200).vocab_size == 200
+    refused(lambda: load_corpus(str(tmp_path), vocab_size=199), "x_train_1.bin", "id 199")
+    named = load_corpus(str(tmp_path), f"gpt2:{bpe_dir}")
+    assert named.tokenizer.vocab_size == named.vocab_size
+    alone = load_corpus(str(tmp_path / "x_train_1.bin"), val_fraction=0.25)
+    assert everything(alone.train) + everything(alone.val) == list(range(200))
+    assert len(alone.val) == 50
+
+
+def test_a_model_may_have_more_rows_than_the_tokenizer_has_ids(tmp_path):
+    corpus = load_corpus("", vocab_size=320)
+    assert corpus.vocab_size == corpus.train.vocab_size == 320
+    refused(lambda: load_corpus("", vocab_size=255), "vocab_size is 255", 256)
+
+
+def test_what_is_no_corpus_is_refused_in_a_sentence(tmp_path, cache):
+    refused(lambda: load_corpus(str(tmp_path / "none")), "none", "does not exist")
+    refused(lambda: load_corpus("", val_fraction=1.0), "val_fraction is 1.0")
+    refused(lambda: load_corpus(str(tmp_path)), tmp_path, ".jsonl")
+    for name, content in (("a.txt", "x"), ("b.txt", ""), ("c.jsonl", "\n"), ("d.jsonl", "")):
+        (tmp_path / name).write_text(content)
+        refused(lambda n=name: load_corpus(str(tmp_path / n), cache_dir=cache), name)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "e.jsonl").write_text('{"text": "x"}')
+    refused(
+        lambda: load_corpus(str(tmp_path / "e.jsonl"), cache_dir=str(tmp_path / "file")),
+        "cache folder",
+        tmp_path / "file",
+    )
+
+
+# Preparation
+
+
+@pytest.mark.parametrize("kind", ["byte", "bpe"])
+def test_prepared_shards_are_the_same_corpus(tmp_path, cache, bpe_dir, kind):
+    spec = "byte" if kind == "byte" else f"gpt2:{bpe_dir}"
+    path = write_jsonl(tmp_path / "a.jsonl", [f"the block runs {i} é " * 20 for i in range(90)])
+    calls = []
+    out = tmp_path / "out"
+    meta = prepare(
+        str(path), str(out), spec, shard_tokens=1000, progress=lambda *c: calls.append(c)
+    )
+    direct = load_corpus(str(path), spec, cache_dir=cache)
+    again = load_corpus(str(out))
+    for split in ("train", "val"):
+        assert everything(getattr(again, split)) == everything(getattr(direct, split))
+        assert meta["tokens"][split] == len(getattr(direct, split))
+    assert again.bytes_per_token == direct.bytes_per_token
+    assert again.tokenizer.encode("again é") == direct.tokenizer.encode("again é")
+    assert again.vocab_size == direct.vocab_size
+    assert meta["shards"][0] == "a_val_000000.bin"
+    assert [int(name[-10:-4]) for name in meta["shards"]] == list(range(len(meta["shards"])))
+    assert calls[-1] == ("write", sum(meta["tokens"].values()), sum(meta["tokens"].values()))
+    extra = {"tokenizer.json"} if kind == "bpe" else set()
+    assert {file.name for file in out.iterdir()} == {*meta["shards"], "meta.json"} | extra
+    refused(lambda: prepare(str(path), str(out), spec), out, "not empty")
+
+
+def test_shards_keep_working_without_their_tokenizer(tmp_path, bpe_dir):
+    out = tmp_path / "out"
+    prepare("", str(out), f"gpt2:{bpe_dir}")
+    (out / "tokenizer.json").unlink()
+    corpus = load_corpus(str(out))
+    assert corpus.tokenizer is None and "tokenizer.json" in corpus.describe()
+    assert load_corpus(str(out), f"gpt2:{bpe_dir}").tokenizer is not None
+    (tmp_path / "other").mkdir()
+    other = tmp_path / "other" / "tokenizer.json"
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).save(str(other))
+    refused(lambda: load_corpus(str(out), str(other)), "1 ids", "written with")
+
+
+def test_a_big_vocabulary_takes_32_bits(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {f"w{i}": i for i in range(70_000)}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    inner.save(str(tmp_path / "big.json"))
+    (tmp_path / "a.txt").write_text(" ".join(f"w{i}" for i in range(0, 70_000, 7)))
+    out = tmp_path / "out"
+    meta = prepare(str(tmp_path / "a.txt"), str(out), str(tmp_path / "big.json"))
+    header = np.fromfile(out / meta["shards"][1], "<i4", 3)
+    assert header.tolist() == [20240801, 7, 9000]
+    corpus = load_corpus(str(out))
+    assert everything(corpus.train) + everything(corpus.val) == list(range(0, 70_000, 7))
+
+
+def die_while_writing(path, out):
+    prepare(
+        path, out, shard_tokens=500, progress=lambda phase, *_: phase == "write" and os._exit(9)
+    )
+
+
+def test_a_killed_preparation_is_taken_up(tmp_path):
+    path = str(write_jsonl(tmp_path / "a.jsonl", ["some text " * 50] * 50))
+    out = tmp_path / "out"
+    child = FORK.Process(target=die_while_writing, args=(path, str(out)))
+    child.start()
+    child.join()
+    assert child.exitcode == 9
+    refused(lambda: load_corpus(str(out)), "unfinished")
+    phases: list[str] = []
+    meta = prepare(path, str(out), progress=lambda phase, *_: phases.append(phase))
+    assert "tokenise" not in phases  # that part was done
+    assert {file.name for file in out.iterdir()} == {*meta["shards"], "meta.json"}
+    load_corpus(str(out))
+
+
+def test_a_full_disk_is_a_sentence_and_can_be_taken_up(tmp_path, monkeypatch):
+    path, out = str(write_jsonl(tmp_path / "a.jsonl", ["some text " * 50] * 50)), tmp_path / "out"
+    real, calls = os.fsync, []
+
+    def full(handle):
+        calls.append(handle)
+        if len(calls) == 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", full)
+    refused(lambda: prepare(path, str(out), shard_tokens=4000), "a_train_000002.bin", "No space")
+    assert [file.name for file in out.glob("*_000002*")] == []
+    monkeypatch.undo()
+    prepare(path, str(out), shard_tokens=4000)
+    load_corpus(str(out))
+
+
+def test_bad_preparations_are_refused_and_leave_nothing(tmp_path):
+    out = str(tmp_path / "out")
+    refused(lambda: prepare("", out, shard_tokens=0), "shard_tokens is 0")
+    refused(lambda: prepare(str(tmp_path / "none"), out), "does not exist")
+    refused(lambda: prepare("", out, "nonsense"), "nonsense")
+    assert not Path(out).exists()
