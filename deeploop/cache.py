@@ -13,7 +13,9 @@ class KVCache:
     Shapes: keys and values are [slots, B, heads, max_len, head_dim].
     """
 
-    def __init__(self, slots: int, batch: int, heads: int, max_len: int, head_dim: int, like: Tensor):
+    def __init__(
+        self, slots: int, batch: int, heads: int, max_len: int, head_dim: int, like: Tensor
+    ):
         shape = (2, slots, batch, heads, max_len, head_dim)
         self.kv = torch.empty(shape, dtype=like.dtype, device=like.device)
         self.length = 0

@@ -7,3 +7,7 @@ class InputError(ValueError):
     The command line prints the sentence and exits with code 2; anything else
     that escapes is a bug and keeps its traceback.
     """
+
+
+class Diverged(RuntimeError):
+    """Training met a loss or gradient that is not finite, and stopped before using it."""

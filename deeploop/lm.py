@@ -5,7 +5,7 @@ baseline is the same loop with h + f and no scaling.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,9 @@ class LoopLM(nn.Module):
     can fuse the head (`deeploop.loss`); `logits` applies the head.
     """
 
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
@@ -32,13 +35,14 @@ class LoopLM(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, d)
         self.gain_embedding = nn.Parameter(torch.ones(d))
         self.gain_final = nn.Parameter(torch.ones(d))
-        self.sublayers = nn.ModuleList()
+        sublayers = []
         for _ in range(config.n_layers):
             for branch in (
                 Attention(d, config.n_heads, config.qk_norm, config.norm_eps),
                 SwiGLU(d, config.ff_width),
             ):
-                self.sublayers.append(Sublayer(branch, d, sandwich=config.arm != "baseline"))
+                sublayers.append(Sublayer(branch, d, sandwich=config.arm != "baseline"))
+        self.sublayers: Sequence[Sublayer] = nn.ModuleList(sublayers)  # type: ignore[assignment]
         cos, sin = rope_tables(config.seq_len, d // config.n_heads, config.rope_base)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
@@ -62,7 +66,7 @@ class LoopLM(nn.Module):
         h, n = self.enter(tokens)
         cos, sin = self.rope(tokens, cache, n.dtype)
         for visit in walk(self.sublayers, loops, self.gain_final):
-            place = Place(cos, sin, visit.loop * self.config.n_layers + visit.index // 2, cache)
+            place = Place(cos, sin, visit.loop * self.config.n_layers + visit.physical // 2, cache)
             f = visit.sublayer.branch(n, place)
             h, n = update(self.config, h, f, visit)
             if watch is not None:
@@ -116,7 +120,9 @@ def init_weights(model: LoopLM) -> None:
     for sublayer in model.sublayers:
         branch = sublayer.branch
         if isinstance(branch, Attention):
-            for matrix, gain in zip(branch.qkv.weight.chunk(3), (1.0, 1.0, config.beta), strict=True):
+            for matrix, gain in zip(
+                branch.qkv.weight.chunk(3), (1.0, 1.0, config.beta), strict=True
+            ):
                 _xavier_(matrix, gain)
         else:
             for matrix in branch.gate_up.weight.chunk(2):

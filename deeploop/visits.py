@@ -5,7 +5,7 @@ and the next sublayer's already normalised input `n` travel together, so that
 each visit ends in one fused kernel: residual rule plus following norm.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -35,12 +35,12 @@ class Visit(NamedTuple):
     """One use of a sublayer, and the gain of the norm that follows it in the walk."""
 
     loop: int
-    index: int  # among the 2K physical sublayers
+    physical: int  # which of the 2K physical sublayers
     sublayer: Sublayer
     gain_next: Tensor  # [d_model]
 
 
-def walk(sublayers: nn.ModuleList, loops: int, final_gain: Tensor) -> Iterator[Visit]:
+def walk(sublayers: Sequence[Sublayer], loops: int, final_gain: Tensor) -> Iterator[Visit]:
     """Every visit of `loops` passes over the sublayers, in order.
 
     The norm that follows the last visit is the model's final norm.

@@ -1,0 +1,199 @@
+"""The command line: deeploop train | generate | data."""
+
+import dataclasses
+import math
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+from rich.console import Console
+
+from deeploop import __version__
+from deeploop.config import Config, preset, presets
+from deeploop.errors import Diverged, InputError
+
+if TYPE_CHECKING:  # torch is slow to import, and --help needs none of it
+    from deeploop.train import Trainer
+
+HELP = f"""deeploop {__version__}: train looped Transformers on fused kernels
+
+  deeploop train [PRESET] [options]     train; without options: a small model on
+                                        real text, about a minute on two CPU cores
+  deeploop generate RUN --prompt TEXT   continue a text with a trained model
+  deeploop data INPUT OUT               tokenise text into shards, once
+
+Each takes --help."""
+
+
+@dataclasses.dataclass
+class TrainArguments:
+    config: Annotated[Config, tyro.conf.arg(name="")]
+    resume: Annotated[
+        str,
+        tyro.conf.arg(help="run folder or checkpoint to go on from; with --out, in a new folder"),
+    ] = ""
+    print_config: Annotated[
+        bool,
+        tyro.conf.FlagCreatePairsOff,
+        tyro.conf.arg(help="print the resolved configuration as JSON and stop"),
+    ] = False
+
+
+def parse_train(arguments: list[str]) -> TrainArguments:
+    """PRESET and overrides; with --resume alone, the run's own configuration."""
+    named = bool(arguments) and not arguments[0].startswith("-")
+    base = preset(arguments[0]) if named else preset("deeploop-tiny")
+    rest = arguments[1:] if named else arguments
+    resume = _option(rest, "--resume")
+    if resume and not named:
+        from deeploop.checkpoint import find
+
+        saved = find(resume).config
+        base = dataclasses.replace(saved, train=dataclasses.replace(saved.train, out=""))
+    return tyro.cli(
+        TrainArguments,
+        args=rest,
+        default=TrainArguments(base),
+        prog="deeploop train [PRESET]",
+        description="Train a looped language model. Presets: " + ", ".join(presets()),
+    )
+
+
+def _option(arguments: list[str], name: str) -> str:
+    """The value of one option ahead of the full parse, which it decides the defaults of."""
+    for this, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        if this == name:
+            return following
+        if this.startswith(name + "="):
+            return this[len(name) + 1 :]
+    return ""
+
+
+def train(arguments: list[str]) -> int:
+    parsed = parse_train(arguments)
+    if parsed.print_config:
+        print(parsed.config.to_json(), end="")
+        return 0
+    from deeploop import checkpoint
+    from deeploop.start import describe, open_run
+
+    console = Console()
+    found = checkpoint.find(parsed.resume) if parsed.resume else None
+    trainer = open_run(parsed.config, console, found)
+    for line in describe(trainer):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    summary = trainer.fit()
+    report(summary, trainer, console)
+    return 0 if "stopped_by" not in summary else 130
+
+
+def report(summary: dict[str, Any], trainer: "Trainer", console: Console) -> None:
+    """The last lines: what was reached, beside what n-gram counts reach, and a sample."""
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    if "stopped_by" in summary:
+        say(
+            f"stopped by {summary['stopped_by']} after step {summary['step']}, saved; go on with: "
+            f"deeploop train --resume {trainer.folder}"
+        )
+        return
+    if summary["sample"] is not None:
+        say(f"sample   {summary['sample']!r}")
+    per_byte = trainer.corpus.bytes_per_token
+    unit = "bits/byte" if per_byte else "bits/token"
+    scale = 1 / math.log(2) / (per_byte or 1)
+    floors = ", ".join(f"{name} {nats * scale:.3f}" for name, nats in trainer.floors.items())
+    say(f"held out {summary['val_loss'] * scale:.3f} {unit} (counts alone: {floors})")
+    rate = summary["tokens_per_second"]
+    speed = f"{rate:,.0f} tokens/s, " if rate else ""
+    say(f"speed    {speed}{summary['peak_memory_gib']:.2f} GiB peak")
+
+
+@dataclasses.dataclass
+class GenerateArguments:
+    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(help="run folder or checkpoint")]
+    prompt: Annotated[str, tyro.conf.arg(help="text to continue; FILE:path reads a file")]
+    tokens: Annotated[int, tyro.conf.arg(help="tokens to add")] = 200
+    temperature: Annotated[float, tyro.conf.arg(help="0 is greedy")] = 0.8
+    top_k: Annotated[int, tyro.conf.arg(help="choose among the k likeliest; 0: among all")] = 0
+    num_samples: Annotated[int, tyro.conf.arg(help="continuations to print")] = 1
+    loops: Annotated[int, tyro.conf.arg(help="loops to run; 0: as trained")] = 0
+    seed: Annotated[int, tyro.conf.arg(help="seed of the draw")] = 0
+    device: Annotated[str, tyro.conf.arg(help="auto, cpu, cuda or cuda:N")] = "auto"
+
+
+def generate(arguments: list[str]) -> int:
+    a = tyro.cli(
+        GenerateArguments,
+        args=arguments,
+        prog="deeploop generate",
+        description="Continue a text with a trained model.",
+    )
+    from deeploop.generate import continue_text
+
+    for text in continue_text(**dataclasses.asdict(a)):
+        print(text)
+    return 0
+
+
+@dataclasses.dataclass
+class DataArguments:
+    input: Annotated[
+        tyro.conf.Positional[str],
+        tyro.conf.arg(help=".txt, .jsonl or .parquet, or a folder of them"),
+    ]
+    out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(help="folder for the shards")]
+    tokenizer: Annotated[str, tyro.conf.arg(help="byte, gpt2, gpt2:DIR, or a tokenizer.json")] = (
+        "gpt2"
+    )
+    text_field: Annotated[str, tyro.conf.arg(help="field or column that holds the text")] = "text"
+    val_fraction: Annotated[float, tyro.conf.arg(help="tail held out")] = 0.01
+    shard_tokens: Annotated[int, tyro.conf.arg(help="tokens per shard")] = 100_000_000
+
+
+def data(arguments: list[str]) -> int:
+    a = tyro.cli(
+        DataArguments,
+        args=arguments,
+        prog="deeploop data",
+        description="Tokenise text into llm.c token shards.",
+    )
+    from deeploop.data import prepare
+
+    meta = prepare(**dataclasses.asdict(a))
+    print(f"{a.out}: {meta}")
+    return 0
+
+
+VERBS = {"train": train, "generate": generate, "data": data}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one verb; returns the exit code: 2 for refused input, 1 for a diverged run."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(HELP)
+        return 0
+    if arguments[0] == "--version":
+        print(__version__)
+        return 0
+    if arguments[0] not in VERBS:
+        print(f"deeploop {arguments[0]}: no such verb; use {', '.join(VERBS)}", file=sys.stderr)
+        return 2
+    try:
+        return VERBS[arguments[0]](arguments[1:])
+    except InputError as error:
+        print(f"deeploop {arguments[0]}: {error}", file=sys.stderr)
+        return 2
+    except Diverged as error:
+        print(f"deeploop {arguments[0]}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"deeploop {arguments[0]}: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

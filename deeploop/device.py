@@ -1,0 +1,48 @@
+"""The device a run is on: which, what it computes in, how much memory it took."""
+
+import platform
+import resource
+import sys
+
+import torch
+
+from deeploop.errors import InputError
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` is CUDA where there is one; raises InputError for what is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise InputError(f"train.device={name!r}: must be auto, cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InputError(
+            f"train.device={name!r}: this machine shows {torch.cuda.device_count()} CUDA devices"
+        )
+    if device.type not in ("cpu", "cuda"):
+        raise InputError(f"train.device={name!r}: must be auto, cpu, cuda or cuda:N")
+    return device
+
+
+def computes_in_bf16(device: torch.device) -> bool:
+    """Whether bfloat16 GEMMs are in the hardware, not emulated."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, name, bool)() for name in probes)
+
+
+def peak_memory(device: torch.device) -> float:
+    """GiB: the device's peak allocation, or on a CPU the process's peak resident size."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"

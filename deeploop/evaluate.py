@@ -1,0 +1,41 @@
+"""Held-out loss, in nats per token and in bits per byte."""
+
+import contextlib
+import math
+
+import torch
+
+from deeploop.data import Corpus, val_batches
+from deeploop.lm import LoopLM
+from deeploop.loss import IGNORE, linear_cross_entropy
+
+
+def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager:
+    """bfloat16 autocast on `device` where precision is "bf16", else nothing."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+
+
+@torch.no_grad()
+def validate(model: LoopLM, corpus: Corpus, batch: int, precision: str, tokens: int = 0) -> float:
+    """Mean cross-entropy in nats per held-out token.
+
+    Every token but the first is a target once, in windows of `seq_len` without
+    overlap; `tokens` > 0 stops after about so many.
+    """
+    seq_len = model.config.seq_len
+    device = model.embedding.weight.device
+    limit = -(-tokens // (batch * seq_len)) if tokens else None
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    count = 0
+    for inputs, targets in val_batches(corpus.val, batch=batch, seq_len=seq_len, max_batches=limit):
+        count += int((targets != IGNORE).sum())
+        with autocast(device, precision):
+            n = model(inputs.to(device))
+            total += linear_cross_entropy(n, model.embedding.weight, targets.to(device))
+    return float(total) / count
+
+
+def bits_per_byte(nats_per_token: float, corpus: Corpus) -> float | None:
+    """Bits per UTF-8 byte, None where the corpus does not know its bytes."""
+    per_token = corpus.bytes_per_token
+    return None if per_token is None else nats_per_token / math.log(2) / per_token

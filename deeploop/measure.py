@@ -1,0 +1,82 @@
+"""What a run reports of itself: its speed and the size of its residual stream."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from deeploop.lm import LoopLM
+from deeploop.visits import Visit
+
+WARM = 10  # first steps left out of the overall speed: allocation, caches, compilation
+
+
+class Speed:
+    """Tokens per second, without the time spent validating and saving.
+
+    Counting a step does not wait for the device; asking for a rate is only
+    meaningful after something did (reading the loss).
+    """
+
+    def __init__(self, tokens: int):
+        self.tokens = tokens  # a step
+        self.steps = 0
+        self.start()
+
+    def start(self) -> None:
+        self.began = self.mark = time.perf_counter()
+        self.marked = 0
+
+    def count(self) -> None:
+        self.steps += 1
+        if self.steps == WARM:
+            self.began = time.perf_counter()
+
+    def rate(self) -> float:
+        """Since the last call."""
+        now = time.perf_counter()
+        rate = (self.steps - self.marked) * self.tokens / (now - self.mark)
+        self.mark, self.marked = now, self.steps
+        return rate
+
+    def overall(self) -> float | None:
+        """Since the warm-up steps; None where there were no more than those."""
+        counted = self.steps - WARM
+        return counted * self.tokens / (self.end - self.began) if counted > 0 else None
+
+    def stop(self) -> None:
+        self.end = time.perf_counter()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        before = time.perf_counter()
+        yield
+        spent = time.perf_counter() - before
+        self.began += spent
+        self.mark += spent
+
+
+def rms(h: Tensor) -> Tensor:
+    return h.detach().float().square().mean().sqrt()
+
+
+def watch_loops(seen: list[Tensor], model: LoopLM) -> Callable[[Visit, Tensor], None]:
+    """A `watch` for LoopLM.forward that appends the stream's RMS at each loop's end."""
+
+    def watch(visit: Visit, h: Tensor) -> None:
+        if visit.physical + 1 == len(model.sublayers):
+            seen.append(rms(h))
+
+    return watch
+
+
+@torch.no_grad()
+def largest_rms(model: LoopLM, tokens: Tensor) -> str:
+    """The visit whose stream is largest, not finite counting as largest of all."""
+    seen: list[tuple[float, Visit]] = []
+    model(tokens, watch=lambda visit, h: seen.append((rms(h).item(), visit)))
+    value, visit = max(seen, key=lambda s: float("inf") if s[0] != s[0] else s[0])
+    kind = type(visit.sublayer.branch).__name__
+    return f"loop {visit.loop + 1}, sublayer {visit.physical + 1} ({kind}), RMS {value:.3g}"

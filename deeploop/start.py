@@ -1,0 +1,116 @@
+"""From a configuration to a trainer: what is resolved, refused and said before step one."""
+
+import dataclasses
+import math
+from pathlib import Path
+
+from rich.console import Console
+
+from deeploop import checkpoint, run
+from deeploop.config import Config
+from deeploop.data import Corpus, load_corpus, ngram_bits
+from deeploop.device import computes_in_bf16, device_name, pick_device
+from deeploop.errors import InputError
+from deeploop.lm import count_parameters
+from deeploop.train import Trainer
+
+
+def resolve(config: Config, corpus: Corpus) -> Config:
+    """Fill in what was left to the machine and the corpus: device, precision, vocabulary."""
+    device = pick_device(config.train.device)
+    precision = config.train.precision
+    if precision == "auto":
+        precision = "bf16" if computes_in_bf16(device) else "fp32"
+    vocab = config.model.vocab_size or corpus.vocab_size
+    if vocab < corpus.vocab_size:
+        raise InputError(
+            f"model.vocab_size={vocab}: smaller than the corpus's {corpus.vocab_size}; "
+            "give at least that, or 0 to take it"
+        )
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, vocab_size=vocab),
+        train=dataclasses.replace(config.train, device=str(device), precision=precision),
+    )
+
+
+def describe(trainer: Trainer) -> list[str]:
+    """The log's first lines: what runs, and on which paths."""
+    c, m = trainer.config, trainer.config.model
+    kernels = "Triton kernels" if trainer.device.type == "cuda" else "closed forms in PyTorch"
+    scale = f", alpha {m.alpha:.3f}, beta {m.beta:.4f}" if m.exponent is not None else ""
+    return [
+        f"model    {c.preset}: {m.arm}, {m.n_layers} blocks x {m.loops} loops, width {m.d_model}, "
+        f"{count_parameters(trainer.model):,} parameters{scale}",
+        f"data     {trainer.corpus.describe()}",
+        f"paths    {device_name(trainer.device)}, {c.train.precision}; updates: {kernels}; "
+        f"attention: PyTorch; loss: chunked cross-entropy"
+        f"{'; branches compiled' if c.train.compile else ''}",
+        f"run      {trainer.folder}",
+    ]
+
+
+# What may change between a checkpoint and its continuation.
+FREE = {
+    "out", "steps", "lr", "schedule", "warmup", "decay", "min_lr", "weight_decay", "beta1", "beta2",
+    "clip", "micro_batch", "device", "compile", "log_every", "eval_every", "eval_tokens",
+    "save_every", "keep",
+}  # fmt: skip
+
+
+def check_same(wanted: Config, found: checkpoint.Checkpoint) -> None:
+    """Refuse to go on with another model, corpus, batch or seed than the checkpoint's."""
+    for part in ("model", "data", "train"):
+        new, old = (dataclasses.asdict(getattr(c, part)) for c in (wanted, found.config))
+        for name, value in old.items():
+            if new[name] != value and not (part == "train" and name in FREE):
+                raise InputError(
+                    f"{part}.{name}={new[name]}: the checkpoint {found.path} was trained with "
+                    f"{value}; leave it out to go on with that"
+                )
+    if wanted.train.steps < found.step:
+        raise InputError(
+            f"train.steps={wanted.train.steps}: the checkpoint is already at step {found.step}"
+        )
+
+
+def ngram_floors(corpus: Corpus) -> dict[str, float]:
+    """What letter and pair frequencies alone would reach, in nats per held-out token."""
+    unigram, bigram = ngram_bits(corpus.train, corpus.val, corpus.vocab_size)
+    floors = {"unigram": unigram * math.log(2)}
+    return floors if bigram is None else floors | {"bigram": bigram * math.log(2)}
+
+
+def open_run(
+    config: Config, console: Console, found: checkpoint.Checkpoint | None = None
+) -> Trainer:
+    """Load the corpus, build or restore the model, make or enter the run's folder.
+
+    Nothing is written before everything that can be refused was checked.
+    """
+    corpus = load_corpus(
+        config.data.path,
+        config.data.tokenizer,
+        text_field=config.data.text_field,
+        val_fraction=config.data.val_fraction,
+        vocab_size=config.model.vocab_size or None,
+    )
+    config = resolve(config, corpus)
+    if len(corpus.train) <= config.model.seq_len:
+        raise InputError(
+            f"data.path={config.data.path!r}: {len(corpus.train)} training tokens are fewer than "
+            f"one sequence and its target ({config.model.seq_len + 1}); give more text or a "
+            "smaller model.seq_len"
+        )
+    if found is not None:
+        check_same(config, found)
+    floors = ngram_floors(corpus)
+    if found is None or (config.train.out and Path(config.train.out) != found.run):
+        folder = run.create(config)
+    else:
+        folder = found.run
+    trainer = Trainer(config, corpus, floors, folder, console)
+    if found is not None:
+        trainer.restore(found)
+    run.start(folder, config, corpus, floors)
+    return trainer
