@@ -327,6 +327,8 @@ def _build_cache(
             spacing=max(4096, total >> 16),
             progress=lambda done: progress("tokenise", done, total) if progress else None,
         )
+        out.flush()
+        os.fsync(out.fileno())  # a cache that survives a power cut is whole
     if not marks[-1, 0]:
         raise InputError(f"data path {files[0]} is empty; give a file with text in it")
     np.save(work / MARKS, marks)
@@ -409,13 +411,13 @@ def permute(index: np.ndarray, count: int, key: np.ndarray) -> np.ndarray:
     """
     half = np.uint64(max(1, ((count - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
+    rounds = _mix(key + np.arange(1, 7, dtype=np.uint64)[:, None])
     out = index.copy()
     walking = np.arange(len(index))
     while len(walking):
         left, right = out[walking] >> half, out[walking] & mask
-        for turn in range(1, 7):
-            scatter = _mix(right ^ _mix(key[walking] + np.uint64(turn)))
-            left, right = right, left ^ (scatter & mask)
+        for round_key in rounds[:, walking]:
+            left, right = right, left ^ (_mix(right ^ round_key) & mask)
         out[walking] = (left << half) | right
         walking = walking[out[walking] >= count]
     return out
@@ -525,6 +527,7 @@ def prepare(
     if not Path(input).expanduser().exists() and input:
         raise InputError(f"data path {input!r} does not exist; give a file or folder that does")
     folder = Path(out).expanduser()
+    name = Path(input).resolve().stem if input else "topics"
     with disk_errors(f"output folder {folder}"), claimed_folder(folder):
         staging = folder / STAGING
         corpus = load_corpus(
@@ -535,7 +538,7 @@ def prepare(
             cache_dir=str(staging),
             progress=progress,
         )
-        meta = _write_corpus(corpus, folder, Path(input).stem or "topics", shard_tokens, progress)
+        meta = _write_corpus(corpus, folder, name, shard_tokens, progress)
         shutil.rmtree(staging, ignore_errors=True)
     return meta
 

@@ -44,7 +44,7 @@ HEADERLESS = ("train.bin", "val.bin")
 META = "meta.json"  # written last beside shards: what tokenizer they hold, and how many
 UNFINISHED = ".unfinished"  # stands in a folder for as long as it is being written
 OURS = re.compile(r"_(train|val)_\d{6}\.bin$|^\..*\.tmp$|^meta\.json$")  # what a rerun replaces
-VAL_NAME = re.compile(r"(?<![a-z])val(id|idation)?(?![a-z])", re.IGNORECASE)
+SPLIT_NAME = re.compile(r"(?<![a-z])(train|val)(?:ing|id|idation)?(?![a-z])", re.IGNORECASE)
 BLOCK = 1 << 20  # tokens per read wherever a stream is walked from end to end
 
 
@@ -137,9 +137,6 @@ class TokenStream:
 
     def __len__(self) -> int:
         return self.stop - self.start
-
-    def __repr__(self) -> str:
-        return f"TokenStream({len(self)} tokens in {len(self.segments)} segments)"
 
     def view(self, start: int, stop: int) -> "TokenStream":
         """Tokens [start, stop) of this stream, as a stream; nothing is read."""
@@ -252,8 +249,8 @@ class ShardSet:
 def open_shards(path: Path) -> ShardSet:
     """The shards in a folder (or one file), sorted by name and told apart.
 
-    Validation is whatever has ``val`` as a word of its name, else the first of
-    several shards, as llm.c and modded-nanogpt have it.
+    Validation is what has ``val`` as a word of its name (and no ``train`` after it),
+    else the first of several shards, as llm.c and modded-nanogpt have it.
     """
     if path.is_file():
         return ShardSet([open_shard(path)], [], {})
@@ -265,13 +262,17 @@ def open_shards(path: Path) -> ShardSet:
         if not (path / name).is_file():
             raise InputError(f"data folder {path} lacks the shard {name} its {META} lists")
     shards = [open_shard(path / name) for name in names]
-    val = [s for s, name in zip(shards, names, strict=True) if VAL_NAME.search(name)]
+    val = [shard for shard, name in zip(shards, names, strict=True) if _is_val(name)]
     if not val and len(shards) > 1:
         val = shards[:1]
     train = [shard for shard in shards if shard not in val]
     if not train:
         raise InputError(f"data folder {path} has no training shard, only {', '.join(names)}")
     return ShardSet(train, val, meta)
+
+
+def _is_val(name: str) -> bool:
+    return [word.lower() for word in SPLIT_NAME.findall(name)][-1:] == ["val"]
 
 
 def _read_meta(folder: Path) -> dict[str, Any]:
@@ -288,12 +289,7 @@ def _read_meta(folder: Path) -> dict[str, Any]:
     raise InputError(f"{path} is no shard description this version reads; prepare the data again")
 
 
-# What the folder, not the program, is to blame for.
-DISK_ERRORS = {
-    getattr(errno, name)
-    for name in ("ENOSPC", "EDQUOT", "EROFS", "EACCES", "EPERM", "EEXIST", "ENOTDIR")
-    if hasattr(errno, name)
-}
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EEXIST, errno.ENOTDIR)
 
 
 @contextmanager

@@ -102,6 +102,12 @@ def test_validation_shards_are_found_by_name(tmp_path):
     assert names_of(found.train) == ["fw_train_000001.bin", "fw_train_000002.bin"]
 
 
+def test_the_last_word_of_a_name_decides(tmp_path):
+    for name in ("val_set_train_000001.bin", "VAL_set_VAL_000000.bin", "train_validation.bin"):
+        raw_shard(tmp_path / name, range(3))
+    assert names_of(open_shards(tmp_path).train) == ["val_set_train_000001.bin"]
+
+
 def test_the_first_of_several_validates_where_no_name_says_so(tmp_path):
     for name in ("carnival_2.bin", "interval_1.bin", "carnival_1.bin"):  # no val in these
         raw_shard(tmp_path / name, range(3))

@@ -1,6 +1,7 @@
 """Tokenizers round-trip any text; the streaming encoder gives the tokens of the whole."""
 
 import builtins
+import itertools
 import json
 import sys
 
@@ -183,6 +184,15 @@ def test_pieces_do_not_depend_on_how_the_text_is_buffered(data, text):
     points = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     chunks = [text[a:b] for a, b in zip([0, *points], [*points, len(text)], strict=True)]
     assert list(split_text(chunks, size=10, reach=20)) == whole
+
+
+def test_endless_text_needs_bounded_memory():
+    for text in ("x" * 1000, "a b c " * 200):
+        pieces = list(itertools.islice(split_text(itertools.repeat(text)), 50))
+        assert all(4096 <= len(piece) <= 4096 + (1 << 16) for piece in pieces)
+    endless = (Piece(str(i), True, i) for i in itertools.count())
+    got = list(itertools.islice(encode_pieces(ByteTokenizer(), endless, batch=100), 500))
+    assert [position for _, _, position in got] == list(range(500))
 
 
 def test_a_cut_stands_before_a_single_space():
