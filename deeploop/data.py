@@ -10,7 +10,6 @@ batch). There is no loader state: any split of a batch over ranks or micro-batch
 reads the same sequences, and a resumed run goes on with the very next one.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -287,8 +286,7 @@ def _tokenised(
                 work = Path(tempfile.mkdtemp(prefix=f"{key}.", suffix=".tmp", dir=root))
                 try:
                     _build_cache(work, files, tokenizer, text_field, progress)
-                    with contextlib.suppress(FileExistsError):
-                        _rename_folder(work, final)
+                    _rename_folder(work, final)
                 finally:
                     shutil.rmtree(work, ignore_errors=True)
     return final

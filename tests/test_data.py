@@ -281,6 +281,19 @@ def test_other_text_is_tokenised_once(tmp_path, cache, bpe_dir, monkeypatch):
     assert len(load().train) < len(corpus.train) and calls
 
 
+def test_each_tokenizer_and_field_has_its_own_cache(tmp_path, cache, bpe_dir):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "the block runs", "note": "again and again"}\n' * 9)
+
+    def load(spec, field):
+        corpus = load_corpus(str(path), spec, text_field=field, cache_dir=cache)
+        return corpus.tokenizer.decode(everything(corpus.train)).split()[0]
+
+    got = [load(s, f) for s in ("byte", f"gpt2:{bpe_dir}") for f in ("text", "note", "text")]
+    assert got[:3] == ["the", "again", "the"]
+    assert got[3:] == ["<|endoftext|>the", "<|endoftext|>again", "<|endoftext|>the"]
+
+
 def test_the_cache_follows_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert default_cache() == tmp_path / "xdg" / "deeploop"
@@ -289,9 +302,10 @@ def test_the_cache_follows_the_environment(tmp_path, monkeypatch):
 
 
 def load_in_child(path, cache, barrier, answers):
+    built = []
     barrier.wait()
-    corpus = load_corpus(path, cache_dir=cache)
-    answers.put((everything(corpus.train), everything(corpus.val)))
+    corpus = load_corpus(path, cache_dir=cache, progress=lambda *now: built.append(now))
+    answers.put((everything(corpus.train), everything(corpus.val), bool(built)))
 
 
 @pytest.mark.parametrize("locks", [True, False])
@@ -309,7 +323,9 @@ def test_processes_may_build_one_cache_together(tmp_path, cache, locks, monkeypa
     results = [answers.get(timeout=20) for _ in children]
     for child in children:
         child.join()
-    assert results[0] == results[1] == results[2]
+    assert results[0][:2] == results[1][:2] == results[2][:2]
+    if locks:  # the others waited for the first
+        assert sum(built for _, _, built in results) == 1
     left = [entry.name for entry in Path(cache).iterdir() if entry.is_dir()]
     assert len(left) == 1 and not left[0].endswith(".tmp")
 
