@@ -12,6 +12,7 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -53,22 +54,29 @@ def save(
     with disk_errors(f"checkpoint {final}"):
         try:
             work.mkdir(parents=True)
-            # safetensors raises its own error type; the operating system's is its text.
-            try:
-                save_file(dict(model.state_dict()), work / MODEL)
-            except SafetensorError as error:
-                raise InputError(f"checkpoint {final} could not be written ({error})") from error
-            torch.save(optimizer.state_dict(), work / OPTIMIZER)
-            state = {"step": step, "config": json.loads(config.to_json())}
-            (work / STATE).write_text(json.dumps(state, indent=2) + "\n")
-            for file in work.iterdir():
-                _sync(file)
+            _write(work, step, config, model, optimizer)
             work.rename(final)
             _sync(final.parent)
-        except BaseException:
+        except (SafetensorError, RuntimeError) as error:
+            # What safetensors and torch make of a write that failed.
+            raise InputError(
+                f"checkpoint {final} could not be written ({str(error).splitlines()[0]}); "
+                "free some space or choose another train.out"
+            ) from error
+        finally:
             shutil.rmtree(work, ignore_errors=True)
-            raise
     return final
+
+
+def _write(
+    folder: Path, step: int, config: Config, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    save_file(dict(model.state_dict()), folder / MODEL)
+    torch.save(optimizer.state_dict(), folder / OPTIMIZER)
+    state = {"step": step, "config": json.loads(config.to_json())}
+    (folder / STATE).write_text(json.dumps(state, indent=2) + "\n")
+    for file in folder.iterdir():
+        _sync(file)
 
 
 def _sync(path: Path) -> None:
@@ -117,10 +125,7 @@ def load_model(checkpoint: Checkpoint, model: nn.Module) -> None:
     try:
         model.load_state_dict(load_file(checkpoint.path / MODEL))
     except (RuntimeError, OSError, SafetensorError) as error:
-        reason = str(error).splitlines()[-1].strip()
-        raise InputError(
-            f"checkpoint {checkpoint.path}: {MODEL} does not fit ({reason})"
-        ) from error
+        raise _misfit(checkpoint, MODEL, error) from error
 
 
 def load_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) -> None:
@@ -130,8 +135,11 @@ def load_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) -> 
             checkpoint.path / OPTIMIZER, map_location="cpu", weights_only=True
         )
         optimizer.load_state_dict(state)
-    except (RuntimeError, OSError, ValueError, EOFError) as error:
-        reason = str(error).splitlines()[-1].strip()
-        raise InputError(
-            f"checkpoint {checkpoint.path}: {OPTIMIZER} does not fit ({reason})"
-        ) from error
+    except (RuntimeError, OSError, ValueError, EOFError, UnpicklingError) as error:
+        raise _misfit(checkpoint, OPTIMIZER, error) from error
+
+
+def _misfit(checkpoint: Checkpoint, name: str, error: Exception) -> InputError:
+    """torch lists every mismatch on a line of its own; the last says enough."""
+    reason = (str(error) or type(error).__name__).splitlines()[-1].strip()
+    return InputError(f"checkpoint {checkpoint.path}: {name} does not fit ({reason})")

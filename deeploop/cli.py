@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import signal
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -84,7 +85,7 @@ def train(arguments: list[str]) -> int:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     summary = trainer.fit()
     report(summary, trainer, console)
-    return 0 if "stopped_by" not in summary else 130
+    return 128 + signal.Signals[summary["stopped_by"]] if "stopped_by" in summary else 0
 
 
 def report(summary: dict[str, Any], trainer: "Trainer", console: Console) -> None:

@@ -1,6 +1,5 @@
 """Sampling from a trained model, with keys and values cached per visit."""
 
-import json
 from pathlib import Path
 
 import torch
@@ -10,6 +9,7 @@ from deeploop import checkpoint
 from deeploop.device import pick_device
 from deeploop.errors import InputError
 from deeploop.lm import LoopLM
+from deeploop.run import read_corpus
 from deeploop.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -21,15 +21,14 @@ def load_model(path: str, device: str = "cpu") -> tuple[LoopLM, checkpoint.Check
     return model.to(device).eval(), found
 
 
-def load_run_tokenizer(run: Path) -> Tokenizer:
+def load_run_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer a run was trained with; raises InputError where it had none."""
-    try:
-        spec = json.loads((run / "corpus.json").read_text())["tokenizer"]
-    except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"run {run}: corpus.json is not readable ({error})") from error
+    spec = read_corpus(folder).get("tokenizer")
     if spec is None:
-        raise InputError(f"run {run}: its token shards named no tokenizer, so text has no tokens")
-    return load_tokenizer(spec, run)
+        raise InputError(
+            f"run {folder}: its token shards named no tokenizer, so text has no tokens"
+        )
+    return load_tokenizer(spec, folder)
 
 
 @torch.no_grad()

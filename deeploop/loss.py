@@ -73,7 +73,11 @@ def linear_cross_entropy(
         float32 scalar: the sum over targets, so that the caller can weight by
         tokens. Once differentiable.
     """
-    if chunk_rows is None:
-        chunk_rows = CHUNK_BYTES.get(n.device.type, 2**26) // (4 * weight.shape[0])
+    rows = default_chunk_rows(n, weight) if chunk_rows is None else chunk_rows
     flat = n.reshape(-1, n.shape[-1])
-    return _LinearCrossEntropy.apply(flat, weight, targets.reshape(-1), max(1, chunk_rows))
+    return _LinearCrossEntropy.apply(flat, weight, targets.reshape(-1), rows)
+
+
+def default_chunk_rows(n: Tensor, weight: Tensor) -> int:
+    """Rows whose float32 logits fill the device's chunk budget; at least one."""
+    return max(1, CHUNK_BYTES.get(n.device.type, 2**26) // (4 * weight.shape[0]))

@@ -37,6 +37,14 @@ def create(config: Config) -> Path:
     return folder
 
 
+def read_corpus(folder: Path) -> dict[str, Any]:
+    """corpus.json of a run; raises InputError where it is missing or torn."""
+    try:
+        return dict(json.loads((folder / "corpus.json").read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise InputError(f"run {folder}: corpus.json is not readable ({error})") from error
+
+
 def write_json(path: Path, value: Any) -> None:
     with disk_errors(str(path)):
         path.write_text(json.dumps(value, indent=2) + "\n")

@@ -74,6 +74,18 @@ def check_same(wanted: Config, found: checkpoint.Checkpoint) -> None:
         )
 
 
+def check_same_corpus(corpus: Corpus, found: checkpoint.Checkpoint) -> None:
+    """Refuse to go on where the text under the run is no longer the one it began with."""
+    before = run.read_corpus(found.run)
+    now = {"train_tokens": len(corpus.train), "val_tokens": len(corpus.val)}
+    if any(before.get(name) != count for name, count in now.items()):
+        raise InputError(
+            f"data.path={found.config.data.path!r}: changed since the run {found.run} began "
+            f"({before.get('train_tokens')} training tokens then, {now['train_tokens']} now); "
+            "restore it or start a new run"
+        )
+
+
 def ngram_floors(corpus: Corpus) -> dict[str, float]:
     """What letter and pair frequencies alone would reach, in nats per held-out token."""
     unigram, bigram = ngram_bits(corpus.train, corpus.val, corpus.vocab_size)
@@ -104,6 +116,7 @@ def open_run(
         )
     if found is not None:
         check_same(config, found)
+        check_same_corpus(corpus, found)
     floors = ngram_floors(corpus)
     if found is None or (config.train.out and Path(config.train.out) != found.run):
         folder = run.create(config)

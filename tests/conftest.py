@@ -1,0 +1,52 @@
+import dataclasses
+import io
+
+import pytest
+from rich.console import Console
+
+from deeploop.config import Config, DataConfig, ModelConfig, TrainConfig
+
+
+@pytest.fixture
+def corpus_file(tmp_path):
+    """A small text with structure enough to learn from."""
+    path = tmp_path / "corpus.txt"
+    path.write_text("".join(f"line {i % 7}: the quick brown fox\n" for i in range(400)))
+    return path
+
+
+@pytest.fixture
+def config(tmp_path, corpus_file) -> Config:
+    """A run of a second: one block, two loops, on `corpus_file`, into tmp_path/run."""
+    return Config(
+        preset="test",
+        model=ModelConfig(d_model=16, n_layers=1, loops=2, n_heads=2, seq_len=16),
+        data=DataConfig(path=str(corpus_file)),
+        train=TrainConfig(
+            steps=20,
+            batch_size=4,
+            precision="fp32",
+            device="cpu",
+            log_every=5,
+            eval_every=10,
+            eval_tokens=256,
+            save_every=10,
+            out=str(tmp_path / "run"),
+        ),
+    )
+
+
+@pytest.fixture
+def quiet() -> Console:
+    return Console(file=io.StringIO(), width=200)
+
+
+@pytest.fixture
+def change():
+    """`change(config, "train", steps=3)`: a copy with fields of one part replaced."""
+
+    def changed(config: Config, part: str, **values) -> Config:
+        new = dataclasses.replace(getattr(config, part), **values)
+        return dataclasses.replace(config, **{part: new})
+
+    return changed

@@ -1,0 +1,243 @@
+"""The walk against models written out plainly, and what every arm must hold."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounter
+
+from deeploop.config import ModelConfig, presets
+from deeploop.errors import InputError
+from deeploop.layers import Attention
+from deeploop.lm import LoopLM, count_parameters
+
+ARMS = ["baseline", "deepnorm", "deeploop"]
+
+
+def small(**changes) -> ModelConfig:
+    base = ModelConfig(d_model=24, n_layers=2, loops=3, n_heads=2, vocab_size=31, seq_len=16)
+    return dataclasses.replace(base, **changes)
+
+
+def build(config: ModelConfig, scatter_gains: bool = True) -> LoopLM:
+    """A float64 model whose gains are not all 1, so that a misplaced gain shows."""
+    torch.manual_seed(0)
+    model = LoopLM(config).double()
+    if scatter_gains:
+        for name, p in model.named_parameters():
+            if "gain" in name:
+                p.data.uniform_(0.5, 1.5)
+    return model
+
+
+def tokens(batch=2, length=16, vocab=31):
+    return torch.randint(0, vocab, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def rms_norm(x, gain=None, eps=1e-6):
+    y = x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt()
+    return y if gain is None else y * gain
+
+
+def plain_attention(branch: Attention, x, qk_norm=False):
+    """Attention from its definition: one head at a time, complex-number RoPE."""
+    T, d = x.shape[1:]
+    D = branch.head_dim
+    wq, wk, wv = branch.qkv.weight.split(d)
+    angle = torch.arange(T, dtype=x.dtype)[:, None] * 10000.0 ** (
+        -torch.arange(0, D, 2, dtype=x.dtype) / D
+    )
+    turn = torch.polar(torch.ones_like(angle), angle)
+    heads = []
+    for i in range(branch.n_heads):
+        rows = slice(i * D, (i + 1) * D)
+        q, k, v = (x @ w[rows].T for w in (wq, wk, wv))
+        if qk_norm:
+            q, k = rms_norm(q), rms_norm(k)
+        q, k = (torch.complex(z[..., : D // 2], z[..., D // 2 :]) * turn for z in (q, k))
+        scores = (q @ k.conj().transpose(-1, -2)).real / math.sqrt(D)
+        future = torch.ones(T, T, dtype=torch.bool).triu(1)
+        heads.append(scores.masked_fill(future, -math.inf).softmax(-1) @ v)
+    return torch.cat(heads, -1) @ branch.out.weight.T
+
+
+def plain_branch(branch, x, qk_norm=False):
+    if isinstance(branch, Attention):
+        return plain_attention(branch, x, qk_norm)
+    gate, up = (x @ branch.gate_up.weight.T).chunk(2, -1)
+    return (gate * torch.sigmoid(gate) * up) @ branch.out.weight.T
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_one_loop_of_the_baseline_is_an_ordinary_pre_norm_gpt(qk_norm):
+    config = small(arm="baseline", loops=1, n_layers=3, qk_norm=qk_norm)
+    model, x = build(config), tokens()
+    h = rms_norm(model.embedding.weight[x], model.gain_embedding)
+    for sublayer in model.sublayers:
+        h = h + plain_branch(sublayer.branch, rms_norm(h, sublayer.gain_in), qk_norm)
+    logits = rms_norm(h, model.gain_final) @ model.embedding.weight.T
+    torch.testing.assert_close(model.logits(model(x)), logits, rtol=1e-6, atol=1e-7)
+    single = model.float()
+    torch.testing.assert_close(single.logits(single(x)), logits.float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("arm", ["deepnorm", "deeploop"])
+def test_the_sandwich_arms_follow_the_papers_equation(arm):
+    """x' = RMS_out(alpha x + f(RMS_in(x))), the same weights in every loop (Eq. 3.1)."""
+    config = small(arm=arm)
+    model, x = build(config), tokens()
+    alpha = (2 * 2 * 3) ** (0.25 if arm == "deepnorm" else 0.5)
+    h = rms_norm(model.embedding.weight[x], model.gain_embedding)
+    for _ in range(3):
+        for sublayer in model.sublayers:
+            f = plain_branch(sublayer.branch, rms_norm(h, sublayer.gain_in))
+            h = rms_norm(alpha * h + f, sublayer.gain_out)
+    logits = rms_norm(h, model.gain_final) @ model.embedding.weight.T
+    torch.testing.assert_close(model.logits(model(x)), logits, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_loops_share_one_set_of_storages(arm):
+    counts = {count_parameters(LoopLM(small(arm=arm, loops=loops))) for loops in (1, 3, 16)}
+    assert len(counts) == 1
+    model = LoopLM(small(arm=arm))
+    assert counts == {sum(p.numel() for p in model.parameters())}
+    assert model.logits(model(tokens())).shape[-1] == 31  # tied: no head among them
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_shared_weights_get_the_sum_of_their_visits_gradients(arm):
+    """Looping equals an unrolled model of K*R untied copies; gradients add up over copies."""
+    config = small(arm=arm)
+    looped, x = build(config), tokens()
+    # N = K*R is 6 in both, so alpha is too.
+    unrolled = build(dataclasses.replace(config, loops=1, n_layers=6))
+    unrolled.embedding.load_state_dict(looped.embedding.state_dict())
+    unrolled.gain_embedding.data.copy_(looped.gain_embedding)
+    unrolled.gain_final.data.copy_(looped.gain_final)
+    for i, sublayer in enumerate(unrolled.sublayers):
+        sublayer.load_state_dict(looped.sublayers[i % 4].state_dict())
+    assert looped.config.alpha == unrolled.config.alpha
+    for model in (looped, unrolled):
+        model.logits(model(x)).square().sum().backward()
+    for j, sublayer in enumerate(looped.sublayers):
+        copies = [unrolled.sublayers[j + 4 * r] for r in range(3)]
+        for name, p in sublayer.named_parameters():
+            total = sum(copy.get_parameter(name).grad for copy in copies)
+            torch.testing.assert_close(p.grad, total, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", [n for n in presets() if n.startswith("gpt2")])
+def test_preset_sizes_are_the_papers(name):
+    with torch.device("meta"):
+        model = LoopLM(presets()[name].model)
+    expected = 123.6e6 if "small" in name else 353.5e6
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_beta_scales_v_o_and_ffn_but_not_q_and_k(arm):
+    config = small(arm=arm, d_model=128, n_heads=2)
+    model = LoopLM(config)
+    d, ff = 128, config.ff_width
+
+    def gain(matrix, fan_in, fan_out):
+        return matrix.std().item() / math.sqrt(2 / (fan_in + fan_out))
+
+    for sublayer in model.sublayers:
+        branch = sublayer.branch
+        if isinstance(branch, Attention):
+            q, k, v = branch.qkv.weight.split(d)
+            assert gain(q, d, d) == pytest.approx(1, rel=0.05)
+            assert gain(k, d, d) == pytest.approx(1, rel=0.05)
+            assert gain(v, d, d) == pytest.approx(config.beta, rel=0.05)
+            assert gain(branch.out.weight, d, d) == pytest.approx(config.beta, rel=0.05)
+        else:
+            gate, up = branch.gate_up.weight.split(ff)
+            for matrix in (gate, up, branch.out.weight.T):
+                assert gain(matrix, d, ff) == pytest.approx(config.beta, rel=0.05)
+    assert all((p == 1).all() for n, p in model.named_parameters() if "gain" in n)
+    assert (config.beta == 1) == (arm == "baseline")
+
+
+def test_other_loop_counts_keep_the_training_alpha():
+    model, x = build(small()), tokens()
+    seen = []
+    model(x, loops=7, watch=lambda visit, h: seen.append(visit.loop))
+    assert max(seen) == 6 and len(seen) == 7 * 4
+    assert model.config.alpha == math.sqrt(2 * 2 * 3)
+    with pytest.raises(InputError, match="loops=0"):
+        model(x, loops=0)
+
+
+def test_free_exponent():
+    config = small(p=0.35)
+    assert config.alpha == pytest.approx(12**0.35) and config.beta == pytest.approx(48**-0.35)
+
+
+@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("cuts", [[16], [1] * 16, [5, 1, 1, 4, 5], [1, 15]])
+def test_cache_on_equals_cache_off(arm, cuts):
+    model, x = build(small(arm=arm)), tokens()
+    whole = model(x)
+    cache = model.new_cache(batch=2, max_len=16)
+    parts = [model(part, cache=cache) for part in x.split(cuts, dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-9, atol=1e-9)
+    assert cache.length == 16
+
+
+def test_cache_slots_are_one_a_loop_and_layer():
+    cache = build(small()).new_cache(batch=2, max_len=16, loops=5)
+    assert cache.kv.shape == (2, 5 * 2, 2, 2, 16, 12)
+
+
+def test_a_sequence_longer_than_the_tables_is_refused():
+    model = build(small())
+    with pytest.raises(InputError, match="17 positions"):
+        model(tokens(length=17))
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_no_token_sees_its_future(arm):
+    model, x = build(small(arm=arm)), tokens()
+    changed = x.clone()
+    changed[:, 10] = (changed[:, 10] + 1) % 31
+    before, after = model(x), model(changed)
+    assert torch.equal(before[:, :10], after[:, :10])
+    assert not torch.equal(before[:, 10:], after[:, 10:])
+
+
+@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("length", [1, 2, 16])
+def test_bf16_autocast_stays_near_float32(arm, length):
+    model, x = build(small(arm=arm)).float(), tokens(length=length)
+    exact = model.logits(model(x))
+    with torch.autocast("cpu", torch.bfloat16):
+        n = model(x)
+        low = model.logits(n).float()
+    assert n.dtype == torch.bfloat16
+    assert F.mse_loss(low, exact) / exact.square().mean() < 1e-3
+
+
+def test_the_stream_stays_float32_under_autocast():
+    """alpha h + f would lose f in bfloat16: at depth 168 f is below half an ulp of alpha h."""
+    seen = []
+    model = build(small()).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        model(tokens(), watch=lambda visit, h: seen.append(h.dtype))
+    assert set(seen) == {torch.float32}
+
+
+def test_loop_counts_do_not_recompile():
+    model, x = build(small()).float(), tokens()
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    for sublayer in model.sublayers:
+        sublayer.branch.forward = torch.compile(sublayer.branch.forward, backend=counter)
+    model(x, loops=1)
+    once = counter.frame_count
+    for loops in (2, 3, 5):
+        model(x, loops=loops)
+    assert counter.frame_count == once
