@@ -46,15 +46,15 @@ def interpreting() -> bool:
     return triton is not None and bool(triton.knobs.runtime.interpret)
 
 
-def uses_triton(x: Tensor) -> bool:
-    """Whether rows like those of x run on the Triton kernels.
+def uses_triton(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether an op on x and the other tensors runs on the Triton kernels.
 
     float64 and rows wider than MAX_D do not: they take the PyTorch closed form,
     on any device.
     """
     if not (x.is_cuda or interpreting()):
         return False
-    if x.dtype == torch.float64 or x.shape[-1] > MAX_D:
+    if x.shape[-1] > MAX_D or compute_dtype(x, *others) == torch.float64:
         return False
     if triton is None:
         raise RuntimeError("CUDA tensors need Triton, which is not installed: pip install triton")
@@ -150,6 +150,22 @@ def as_rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]).contiguous()
 
 
+def maybe_rows(x: Tensor | None) -> Tensor | None:
+    """as_rows for an optional tensor."""
+    return None if x is None else as_rows(x)
+
+
+def found(shape: torch.Size | None, *gradients: Tensor | None) -> list[Tensor]:
+    """The gradients that were asked for, in the given shape."""
+    there = [g for g in gradients if g is not None]
+    return there if shape is None else [g.view(shape) for g in there]
+
+
+def packed(w: Tensor | None) -> Tensor | None:
+    """A gain with its values side by side; a copy only where it is strided or expanded."""
+    return None if w is None else w.contiguous()
+
+
 def rstd(x: Tensor, eps: float, scale: Tensor | None = None) -> Tensor:
     """1 / sqrt(mean((scale * x)^2) + eps) per row, [rows, 1]; scale is [rows, 1]."""
     size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
@@ -168,13 +184,145 @@ def column_sum(x: Tensor, row_scale: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mv(x.T, row_scale.reshape(-1)).to(dtype)
 
 
+def gain_gradient(partial: Tensor | None, w: Tensor | None) -> Tensor | None:
+    """Add up the programs' partial sums [programs, d]; with no rows that is zero."""
+    if partial is None or w is None:
+        return None
+    return partial.sum(0).to(w.dtype)
+
+
 # ---------------------------------------------------------------------------
 # Triton side
 
 
 class Config(NamedTuple):
-    """How one launch is cut up: a program holds a [rows, block] tile in registers."""
+    """How one launch is cut up.
+
+    A program works on tiles of [rows, block]; a row is `chunks` tiles wide and
+    shared by `splits` programs.
+    """
 
     block: int
     rows: int
     warps: int
+    chunks: int = 1
+    splits: int = 1
+    per_sm: int = 0  # programs per SM, where programs loop over rows
+
+
+# Fixed on purpose: a tuner at run time may choose differently on two ranks, and
+# then their sums differ. Keyed by the power of two that holds a row; chosen from
+# the compiled code (no spill, and loads in flight enough to cover the latency of
+# memory). Speed: not yet measured.
+#               rows, warps
+_FORWARD = {
+    1024: (2, 4),
+    2048: (1, 4),
+    4096: (1, 8),
+    8192: (1, 8),
+    16384: (1, 16),
+}
+#               warps, programs per SM
+_BACKWARD_HELD = {
+    1024: (4, 4),
+    2048: (8, 2),
+}
+# A row in chunks of one 128-bit access per thread. Two gain gradients take a
+# quarter of an SM's registers at 8192; at 16384 they would take half, and the
+# compiler spills around them: two programs share the row. One takes half as many.
+#               warps, programs per SM, splits; for one gain and for two
+_BACKWARD_WIDE = {
+    4096: ((8, 2, 1), (8, 2, 1)),
+    8192: ((8, 2, 1), (8, 1, 1)),
+    16384: ((8, 1, 1), (8, 1, 2)),
+}
+
+
+def _power(d: int) -> int:
+    return 1 << (d - 1).bit_length()
+
+
+def forward_config(d: int) -> Config:
+    """The tile of a forward launch: whole rows, 16 to 32 values per thread."""
+    block = _power(d)
+    if block < 1024:
+        return Config(block, 2048 // block, 4)
+    return Config(block, *_FORWARD[block])
+
+
+def backward_config(d: int, itemsize: int, gains: int) -> Config:
+    """The tile of a backward launch, which also holds that many gain gradients."""
+    block = _power(d)
+    if block not in _BACKWARD_WIDE:
+        warps, per_sm = _BACKWARD_HELD[max(block, 1024)]
+        return Config(block, max(1, 1024 // block), warps, per_sm=per_sm)
+    warps, per_sm, splits = _BACKWARD_WIDE[block][gains - 1]
+    block = warps * 32 * (16 // itemsize)
+    chunks = -(-d // (block * splits)) * splits
+    return Config(block, 1, warps, chunks, splits, per_sm)
+
+
+@functools.cache
+def _cuda_sms(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def programs(x: Tensor, config: Config) -> int:
+    """How many programs (or groups of `splits`) share the rows of x in a backward launch."""
+    # A meta tensor stands for one on an H100 or H200. The interpreter gets few
+    # programs, so that each goes round its loop more than once.
+    sms = _cuda_sms(x.device.index) if x.is_cuda else 132 if x.is_meta else 2
+    return min(-(-x.shape[0] // config.rows), config.per_sm * sms // config.splits)
+
+
+class Launch(NamedTuple):
+    """A kernel, its grid and its arguments by name (constexprs included)."""
+
+    kernel: Any
+    grid: int
+    args: dict[str, Any]
+    config: Config
+
+    def run(self, like: Tensor) -> None:
+        """Launch on the device of `like`, whichever device is current; no rows, no launch."""
+        if self.grid == 0:
+            return
+        guard = torch.cuda.device_of(like) if like.is_cuda else contextlib.nullcontext()
+        with guard:
+            self.kernel[(self.grid,)](**self.args, num_warps=self.config.warps)
+
+
+@jit()
+def load(ptr, o, m):
+    """A tile in float32; lanes outside the mask read 0."""
+    return tl.load(ptr + o, mask=m, other=0.0).to(tl.float32)
+
+
+@jit()
+def store(ptr, o, value, m):
+    """A tile, rounded to what ptr points at."""
+    tl.store(ptr + o, value.to(ptr.dtype.element_ty), mask=m)
+
+
+@jit()
+def tile(left, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """Offsets and masks of a [ROWS, BLOCK] tile of whole rows, `left` of them in range.
+
+    The offsets count from the tile's first value, so 32 bits do: the caller adds
+    its 64-bit base, for rows * d passes 2^31 on real batches. Gains get offsets
+    of the tile's own shape: read as a single row, a gain would get a layout of
+    its own and a trip through shared memory; the repeated reads hit L1.
+    """
+    o_row = tl.arange(0, ROWS)
+    o_col = tl.arange(0, BLOCK)
+    m_row = o_row < left
+    o = o_row[:, None] * D + o_col[None, :]
+    o_gain = o_row[:, None] * 0 + o_col[None, :]
+    m = m_row[:, None] & (o_col < D)[None, :]
+    return o, o_gain, m, o_row, m_row
+
+
+@jit()
+def rsqrt_mean(b_x, D: tl.constexpr, eps):
+    """1 / sqrt(mean(x^2) + eps) for each row of a tile."""
+    return 1.0 / tl.sqrt(tl.sum(b_x * b_x, axis=1) / D + eps)
