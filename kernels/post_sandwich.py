@@ -1,10 +1,46 @@
 """post_sandwich: scaled residual add, norm, and the next visit's norm in one pass.
 
-Forward, per row of d values (RMS over the row, w_* one gain per column or None):
+Forward, per row of d values (w_* one gain per column, or None for all ones):
 
     z  = alpha * h + f
     h' = z * r1 * w_out           r1 = 1 / sqrt(mean(z^2)  + eps)
     n  = h' * r2 * w_next         r2 = 1 / sqrt(mean(h'^2) + eps)
+
+Backward, from dh' and dn (either may be missing), with y1 = z * r1, y2 = h' * r2:
+
+    m2 = mean(dn * w_next * y2)
+    T  = dh' + r2 * (dn * w_next - y2 * m2)          all that reaches h'
+    m1 = mean(T * h') = mean(dh' * h') + m2 * eps * r2^2
+    df = r1 * (T * w_out - y1 * m1)                  dh = alpha * df
+    dw_out = sum over rows of T * y1                 dw_next = ... of dn * y2
+
+The second form of m1 needs neither T nor m2 column by column, because
+mean(h'^2) = 1 / r2^2 - eps: both row sums come out of one sweep over the row.
+
+Shapes: h, f [..., d]; gains [d]; h' and n like h. Dtypes: h' as h, n as f, each
+gradient as its tensor; arithmetic float32 (float64 if any input is), and n from
+the unrounded h'. alpha takes part at run time: no new value recompiles anything.
+
+Bytes, in passes over [rows, d] (beside O(rows) statistics and O(d) gains):
+forward 4 (reads h, f; writes h', n), backward 6 (reads dh', dn, h, f; writes dh,
+df). Both are floors for an op that saves h and f. Saving h' instead would drop a
+read and a saved tensor, but divides by w_out, which may be zero.
+
+The backward adds up dw_out and dw_next in registers over all rows a program
+visits, writes them once, [programs, d] in float32, and leaves the sum over
+programs to torch.sum: no atomics, the same bits every run. Up to d = 2048 the
+row sits in registers beside them. Wider rows do not fit, and are read twice, in
+chunks: once for the two row sums, once for the gradients. A row is at most 4 * d
+values and the same program reads it again at once, so the second read comes out
+of L1 or L2: still 6 passes of memory. (One kernel for dh and df and another for
+the gains would read everything again from memory: 10 passes.) Above 8192 two
+programs share a row, each summing all of it and writing half, so 4 more passes
+come out of L2 as long as the two run side by side, which adjacent program
+numbers make likely. Speed on a GPU: not yet measured.
+
+Source: arXiv 2607.13491 (DeepLoop), eq. 3.1, with the next visit's norm fused;
+DeepNorm (arXiv 2203.00555) and Huginn (arXiv 2502.05171, alpha = 1) are the same
+update.
 """
 
 from __future__ import annotations

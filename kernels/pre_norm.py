@@ -1,4 +1,35 @@
-"""pre_norm: residual add and the next visit's norm in one pass."""
+"""pre_norm: residual add and the next visit's norm in one pass.
+
+Forward, per row of d values (w_next one gain per column, or None for all ones):
+
+    h' = h + scale * f
+    n  = h' * r * w_next          r = 1 / sqrt(mean(h'^2) + eps)
+
+Backward, from dh' and dn (either may be missing), with y = h' * r:
+
+    m  = mean(dn * w_next * y)
+    dh = dh' + r * (dn * w_next - y * m)             df = scale * dh
+    dw_next = sum over rows of dn * y
+
+Shapes: h, f [..., d]; w_next [d]; h' and n like h. Dtypes: h' as h, n as f, each
+gradient as its tensor; arithmetic float32 (float64 if any input is), n from the
+unrounded h'. scale takes part at run time: no new value recompiles anything.
+
+Bytes, in passes over [rows, d] (beside O(rows) statistics and O(d) gains):
+forward 4 (reads h, f; writes h', n), backward 5 (reads dh', dn, h'; writes dh,
+df). Only h', which the next visit holds anyway, and r are saved. At scale 1 and
+equal dtypes dh and df are equal in value and one tensor could serve as both,
+for 4 passes; they are written separately all the same, because a consumer that
+works in place on one of them would change the other.
+
+The gain's gradient is added up as in post_sandwich: float32 partial sums, no
+atomics. Up to d = 2048 the backward holds the row in registers; wider rows are
+read in chunks, and h' and dn a second time, out of L1 or L2. Speed on a GPU: not
+yet measured.
+
+Source: the pre-norm block (arXiv 2002.04745); scale = lambda / (R sqrt K) is
+arXiv 2606.18524.
+"""
 
 from __future__ import annotations
 

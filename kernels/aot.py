@@ -1,0 +1,165 @@
+"""Compile every kernel for a GPU that is not there, and read the machine code.
+
+    python -m deeploop.kernels.aot [--arch 90] [--d 768 4096] [--dtype bf16] [--op pre_norm]
+
+For each launch the ops make, as they make it: registers, spills, atomics and the
+share of global bytes moved in 128-bit accesses, from the cubin (ptxas and
+cuobjdump come with Triton). Exit code 1 if a kernel spills, uses an atomic, or
+moves less than 90% of its bytes in 128-bit accesses at a d divisible by 8.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import importlib
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from . import rows
+
+# The submodules, not the functions of the same names.
+OPS = [importlib.import_module(f"{__package__}.{name}") for name in ("post_sandwich", "pre_norm")]
+WIDTHS = (768, 1024, 2048, 4096, 8192, 16384)
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+ROWS = 4096
+VECTOR_SHARE = 0.9
+
+
+class Report(NamedTuple):
+    """What the machine code of one launch says."""
+
+    registers: int
+    stack: int  # bytes
+    spills: int  # local loads and stores
+    atomics: int
+    vector_share: float  # of global bytes, by instruction
+    loads: int
+    stores: int
+    instructions: int
+
+    def failures(self, d: int) -> list[str]:
+        """What the gate refuses, in words."""
+        found = []
+        if self.spills or self.stack:
+            found.append(f"{self.spills} spills, {self.stack} bytes of stack")
+        if self.atomics:
+            found.append(f"{self.atomics} atomics")
+        if d % 8 == 0 and self.vector_share < VECTOR_SHARE:
+            found.append(f"only {self.vector_share:.0%} of global bytes in 128-bit accesses")
+        return found
+
+
+def compile_launch(launch: rows.Launch, arch: int) -> bytes:
+    """The cubin of a launch for compute capability arch (90 is an H100 or H200)."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = {dtype: f"*{name}" for name, dtype in DTYPES.items()}
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    attributes: dict[tuple[int], list[list[Any]]] = {}
+    for i, parameter in enumerate(launch.kernel.params):
+        name = parameter.name
+        value = launch.args[name]
+        if parameter.is_constexpr or value is None:
+            signature[name] = "constexpr"
+            constants[name] = value
+        elif isinstance(value, torch.Tensor):
+            signature[name] = names[value.dtype]
+            # PyTorch allocates on 16-byte borders and Triton looks at launch.
+            attributes[(i,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp32" if isinstance(value, float) else "i32"
+    source = ASTSource(launch.kernel, signature, constants, attributes)
+    options = {"num_warps": launch.config.warps}
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    return compiled.asm["cubin"]
+
+
+def read_cubin(cubin: bytes) -> Report:
+    """Count what matters in the machine code."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+    def dump(flag: str) -> str:
+        command = [str(tool), flag, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage, code = dump("-res-usage"), dump("-sass")
+    opcode = r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)"
+    opcodes = [tuple(name.split(".")) for name in re.findall(opcode, code, re.MULTILINE)]
+    count = collections.Counter(name[0] for name in opcodes)
+    moved = collections.Counter[bool]()
+    for name in opcodes:
+        if name[0] in ("LDG", "STG"):
+            moved["128" in name] += _bytes(name)
+    return Report(
+        registers=int(re.findall(r"REG:(\d+)", usage)[0]),
+        stack=int(re.findall(r"STACK:(\d+)", usage)[0]),
+        spills=count["LDL"] + count["STL"],
+        atomics=sum(count[name] for name in ("ATOM", "ATOMG", "ATOMS", "RED", "REDG", "REDAS")),
+        vector_share=moved[True] / max(1, moved.total()),
+        loads=count["LDG"],
+        stores=count["STG"],
+        instructions=len(opcodes),
+    )
+
+
+def _bytes(opcode: tuple[str, ...]) -> int:
+    """Bytes one thread moves with a global load or store."""
+    sizes = {"128": 16, "64": 8, "U16": 2, "S16": 2, "16": 2, "U8": 1, "S8": 1}
+    return next((sizes[part] for part in opcode if part in sizes), 4)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="deeploop.kernels.aot", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--arch", type=int, default=90, help="compute capability (default 90)")
+    parser.add_argument("--d", type=int, nargs="+", default=WIDTHS, help="row widths")
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bf16", "fp32"])
+    parser.add_argument("--op", default="", help="only launches whose name holds this text")
+    options = parser.parse_args(argv)
+    if rows.triton is None or rows.interpreting():
+        print("aot needs Triton, and TRITON_INTERPRET unset", file=sys.stderr)
+        return 2
+    print(f"triton {rows.triton.__version__}, sm_{options.arch}, float32 gains")
+    print(
+        f"{'launch':24}{'d':>6} {'dtype':6}{'warps':>6}{'regs':>6}{'spills':>7}{'stack':>6}"
+        f"{'atomics':>8}{'128-bit':>8}{'loads':>6}{'stores':>7}{'instr':>6}"
+    )
+    failed = 0
+    for op in OPS:
+        for d in options.d:
+            for name in options.dtype:
+                x = torch.empty(ROWS, d, dtype=DTYPES[name], device="meta")
+                w = torch.empty(d, device="meta")
+                for title, launch in op.aot_launches(x, w).items():
+                    if options.op not in title:
+                        continue
+                    r = read_cubin(compile_launch(launch, options.arch))
+                    print(
+                        f"{title:24}{d:6} {name:6}{launch.config.warps:6}{r.registers:6}"
+                        f"{r.spills:7}{r.stack:6}{r.atomics:8}{r.vector_share:8.1%}"
+                        f"{r.loads:6}{r.stores:7}{r.instructions:6}",
+                        flush=True,
+                    )
+                    for failure in r.failures(d):
+                        print(f"FAILED {title} d={d} {name}: {failure}", file=sys.stderr)
+                        failed = 1
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
