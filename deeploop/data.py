@@ -1,15 +1,12 @@
-"""From a path to batches: corpora, the training order, validation, preparation.
+"""From a path to a corpus, and from a corpus to shards.
 
 A corpus is two streams of tokens, ``train`` and ``val``. Text for the byte
 tokenizer and ready token shards are read in place; any other text is tokenised
 once into shards in a cache folder. Nothing is ever held whole in memory, so a
-corpus may be larger than it.
-
-The training order is a pure function of (seed, step, position in the global
-batch). There is no loader state: any split of a batch over ranks or micro-batches
-reads the same sequences, and a resumed run goes on with the very next one.
+corpus may be larger than it. `deeploop.order` makes batches of the streams.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -17,17 +14,15 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from deeploop.errors import InputError
 from deeploop.shards import (
-    BLOCK,
     META,
     ArraySegment,
     FileSegment,
@@ -41,24 +36,15 @@ from deeploop.shards import (
     shard_dtype,
     write_shard,
 )
-from deeploop.tokenizer import (
-    ByteTokenizer,
-    Piece,
-    Tokenizer,
-    encode_pieces,
-    load_tokenizer,
-    read_pieces,
-    split_text,
-    text_files,
-)
+from deeploop.text import Piece, encode_to, read_pieces, split_text, text_files
+from deeploop.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 # (phase, done, total); phase is "tokenise", in bytes of source, or "write", in tokens.
 Progress = Callable[[str, int, int], None]
-IGNORED = -100  # the target that cross-entropy skips
-BIGRAM_VOCAB = 4096  # above it the table of pairs would not fit: 4096^2 int64 are 128 MiB
 ASSUMED_VOCAB = {"<u2": 50257, "<u4": 128256}  # GPT-2 and Llama 3, whose layouts they are
 CACHE_VERSION = 1  # part of every cache key: raise it when the same text gives other tokens
 TOKENS, MARKS, STAGING = "tokens", "marks.npy", ".staging"
+COUNTED = 1 << 24  # tokens of val whose bytes are counted where shards do not say
 
 
 @dataclass(frozen=True)
@@ -68,6 +54,7 @@ class Corpus:
     ``tokenizer`` is None for shards that name none. ``train_bytes`` and
     ``val_bytes`` count the UTF-8 the tokens stand for, None where unknown; end-of-
     text tokens stand for none, so that loss over bytes charges for predicting them.
+    For long shards that do not say, ``val_bytes`` is estimated from the first part.
     """
 
     name: str
@@ -136,7 +123,21 @@ def load_corpus(
                 "are needed; give more text or another val_fraction"
             )
         stream.sample_check()
+    if corpus.tokenizer and corpus.val_bytes is None:
+        corpus = dataclasses.replace(corpus, val_bytes=_count_bytes(corpus.val, corpus.tokenizer))
     return corpus
+
+
+def _count_bytes(stream: TokenStream, tokenizer: Tokenizer) -> int | None:
+    """Bytes ``stream`` stands for, scaled up from its first COUNTED tokens where it has more."""
+    known = tokenizer.byte_lengths()
+    if known is None:
+        return None
+    lengths = np.zeros(max(stream.vocab_size, len(known)), np.int64)  # padding ids are no text
+    lengths[: len(known)] = known
+    part = stream.view(0, min(len(stream), COUNTED))
+    counted = sum(int(lengths[ids].sum()) for ids in part.blocks())
+    return counted * len(stream) // len(part)
 
 
 def _with_vocab(corpus: Corpus, vocab_size: int) -> Corpus:
@@ -184,7 +185,7 @@ def _help_topics(tokenizer: Tokenizer, val_fraction: float) -> Corpus:
     text = "\n".join(topics[key] for key in sorted(topics))
     parts: list[np.ndarray] = []
     pieces = (Piece(part, False, 0) for part in split_text([text]))
-    marks = _encode(tokenizer, pieces, parts.append)
+    marks = encode_to(tokenizer, pieces, parts.append)
     name = f"Python {platform.python_version()} help topics"
     return _split(name, [ArraySegment(name, np.concatenate(parts))], tokenizer, marks, val_fraction)
 
@@ -205,10 +206,7 @@ def _text_corpus(
         marks = np.array([[0, 0], [size, size]])
     else:
         root = Path(cache_dir).expanduser() if cache_dir else default_cache()
-        folder = _tokenised(files, tokenizer, text_field, root, progress)
-        marks = np.load(folder / MARKS)
-        dtype = shard_dtype(tokenizer.vocab_size)
-        segment = FileSegment(str(folder / TOKENS), 0, dtype, int(marks[-1, 0]))
+        segment, marks = _tokenised(files, tokenizer, text_field, root, progress)
     return _split(source.name, [segment], tokenizer, marks, val_fraction)
 
 
@@ -265,38 +263,58 @@ def _tokenised(
     text_field: str,
     root: Path,
     progress: Progress | None,
-) -> Path:
-    """The cache folder with the tokens of ``files``, built by the first process that asks.
+) -> tuple[FileSegment, np.ndarray]:
+    """Tokens of ``files`` and their marks, from a cache built by the first process that asks.
 
     The folder is built under a temporary name and renamed when whole. A lock makes
     the other ranks of a job wait for the first rather than repeat its work; where
     there are no locks each builds its own and the first rename wins.
     """
     key = _cache_key(files, tokenizer, text_field)
-    final = root / key
-    if final.is_dir():
-        return final
+    final, dtype = root / key, shard_dtype(tokenizer.vocab_size)
     with disk_errors(f"cache folder {root}"):
+        if found := _open_cache(final, dtype):
+            return found
         root.mkdir(parents=True, exist_ok=True)
         with exclusive(root / f"{key}.lock") as held:
             if held:  # then no one else is at work, and what is left over is a dead process's
                 for stale in root.glob(f"{key}.*.tmp"):
                     shutil.rmtree(stale, ignore_errors=True)
-            if not final.is_dir():
+            if not (found := _open_cache(final, dtype)):
                 work = Path(tempfile.mkdtemp(prefix=f"{key}.", suffix=".tmp", dir=root))
                 try:
-                    _build_cache(work, files, tokenizer, text_field, progress)
-                    _rename_folder(work, final)
+                    _build_cache(work / "new", files, tokenizer, text_field, progress)
+                    _publish_cache(work, final, dtype)
                 finally:
                     shutil.rmtree(work, ignore_errors=True)
-    return final
+                found = _open_cache(final, dtype)
+    if not found:
+        raise InputError(f"cache folder {final} was damaged by another process; run this again")
+    return found
 
 
-def _rename_folder(work: Path, final: Path) -> None:
+def _open_cache(folder: Path, dtype: str) -> tuple[FileSegment, np.ndarray] | None:
+    """Tokens and marks; None where there are none or a part of them was deleted."""
     try:
-        os.rename(work, final)
+        marks = np.load(folder / MARKS)
+        size = (folder / TOKENS).stat().st_size
+    except PermissionError:  # another user's: not ours to replace
+        raise
+    except (OSError, ValueError, EOFError):
+        return None
+    segment = FileSegment(str(folder / TOKENS), 0, dtype, int(marks[-1, 0]))
+    return (segment, marks) if size == len(segment) * np.dtype(dtype).itemsize else None
+
+
+def _publish_cache(work: Path, final: Path, dtype: str) -> None:
+    """Rename what was built; a damaged cache of that name makes way, a whole one stays."""
+    if final.exists() and not _open_cache(final, dtype):
+        with contextlib.suppress(FileNotFoundError):  # another process saw it too
+            os.rename(final, work / "damaged")
+    try:
+        os.rename(work / "new", final)
     except OSError:
-        if not final.is_dir():  # else another process was first, with the same content
+        if not _open_cache(final, dtype):  # else another process was first, with the same content
             raise
 
 
@@ -308,17 +326,18 @@ def _cache_key(files: Sequence[Path], tokenizer: Tokenizer, text_field: str) -> 
 
 
 def _build_cache(
-    work: Path,
+    folder: Path,
     files: Sequence[Path],
     tokenizer: Tokenizer,
     text_field: str,
     progress: Progress | None,
 ) -> None:
-    """Write the tokens of ``files`` (raw, one file of any size) and their marks to ``work``."""
+    """Write the tokens of ``files`` (raw, one file of any size) and their marks to ``folder``."""
+    folder.mkdir()
     dtype = shard_dtype(tokenizer.vocab_size)
     total = sum(file.stat().st_size for file in files)
-    with open(work / TOKENS, "wb") as out:
-        marks = _encode(
+    with open(folder / TOKENS, "wb") as out:
+        marks = encode_to(
             tokenizer,
             read_pieces(files, text_field),
             lambda ids: out.write(ids.astype(dtype).tobytes()),
@@ -329,178 +348,7 @@ def _build_cache(
         os.fsync(out.fileno())  # a cache that survives a power cut is whole
     if not marks[-1, 0]:
         raise InputError(f"data path {files[0]} is empty; give a file with text in it")
-    np.save(work / MARKS, marks)
-
-
-def _encode(
-    tokenizer: Tokenizer,
-    pieces: Iterable[Piece],
-    write: Callable[[np.ndarray], Any],
-    spacing: int = 4096,
-    progress: Callable[[int], None] = lambda done: None,
-) -> np.ndarray:
-    """Hand the ids of every piece to ``write``.
-
-    Returns marks, int64 [n, 2]: (tokens, bytes) so far, every ``spacing`` bytes.
-    """
-    tokens = size = 0
-    marks = [(0, 0)]
-    for ids, length, position in encode_pieces(tokenizer, pieces):
-        write(ids)
-        tokens, size = tokens + len(ids), size + length
-        if size - marks[-1][1] >= spacing:
-            marks.append((tokens, size))
-            progress(position)
-    return np.array([*marks, (tokens, size)], np.int64)
-
-
-def windows_per_epoch(tokens: int, seq_len: int) -> int:
-    """Training windows in one pass over ``tokens`` tokens.
-
-    One fewer than would fit, where more than one does: that leaves room to begin
-    each epoch at another phase, so that no window is seen twice in the same cut.
-    """
-    if tokens < seq_len + 1:
-        raise InputError(
-            f"the training split has {tokens} tokens, fewer than one sequence of seq_len + 1 = "
-            f"{seq_len + 1}; give more text or a smaller seq_len"
-        )
-    return max(1, (tokens - 1) // seq_len - 1)
-
-
-def train_starts(
-    tokens: int, *, seed: int, step: int, global_batch: int, seq_len: int, rows: slice | range
-) -> np.ndarray:
-    """Where each row's window of seq_len + 1 tokens begins; int64 [rows].
-
-    Sample step * global_batch + row lies in epoch sample // n, where a keyed
-    bijection of [0, n) picks its window: without replacement, in O(rows) memory.
-    """
-    picked = range(global_batch)[rows] if isinstance(rows, slice) else rows
-    if picked and not (min(picked) >= 0 and max(picked) < global_batch):
-        raise IndexError(f"rows {rows} of a global batch of {global_batch}")
-    count = windows_per_epoch(tokens, seq_len)
-    first = step * global_batch
-    samples = [divmod(first + row, count) for row in picked]
-    epoch = np.array([e for e, _ in samples], np.uint64)
-    index = np.array([i for _, i in samples], np.uint64)
-    key = _mix(_mix(np.full_like(epoch, seed % (1 << 64)) + _GOLDEN) ^ epoch)
-    slack = tokens - 1 - count * seq_len
-    phase = _mix(key ^ _GOLDEN) % np.uint64(slack + 1)
-    return (permute(index, count, key) * np.uint64(seq_len) + phase).astype(np.int64)
-
-
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    """splitmix64's output function: a bijection of 64 bits that scatters them; uint64 [...]."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-def permute(index: np.ndarray, count: int, key: np.ndarray) -> np.ndarray:
-    """Where a shuffle of [0, count) sends ``index``; uint64 [n], with a key for each.
-
-    For any key a bijection: a Feistel network permutes the next power of four, and
-    results >= count walk on along their cycle until they fall below it (fewer than
-    four rounds on average).
-    """
-    half = np.uint64(max(1, ((count - 1).bit_length() + 1) // 2))
-    mask = np.uint64((1 << int(half)) - 1)
-    rounds = _mix(key + np.arange(1, 7, dtype=np.uint64)[:, None])
-    out = index.copy()
-    walking = np.arange(len(index))
-    while len(walking):
-        left, right = out[walking] >> half, out[walking] & mask
-        for round_key in rounds[:, walking]:
-            left, right = right, left ^ (_mix(right ^ round_key) & mask)
-        out[walking] = (left << half) | right
-        walking = walking[out[walking] >= count]
-    return out
-
-
-def train_batch(
-    stream: TokenStream,
-    *,
-    seed: int,
-    step: int,
-    global_batch: int,
-    seq_len: int,
-    rows: slice | range,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows ``rows`` of the global batch of ``step``: (inputs, targets), int64 [rows, seq_len].
-
-    A pure function of its arguments. Raises InputError where the stream is shorter
-    than one sequence or holds an id outside its vocabulary.
-    """
-    starts = train_starts(
-        len(stream), seed=seed, step=step, global_batch=global_batch, seq_len=seq_len, rows=rows
-    )
-    windows = np.empty((len(starts), seq_len + 1), np.int64)
-    for row, start in zip(windows, starts, strict=True):
-        row[:] = stream.read(int(start), seq_len + 1)
-    whole = torch.from_numpy(windows)
-    return whole[:, :-1].contiguous(), whole[:, 1:].contiguous()
-
-
-def val_batches(
-    stream: TokenStream, *, batch: int, seq_len: int, max_batches: int | None = None
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Windows in order, without overlap: (inputs, targets), int64 [<= batch, seq_len].
-
-    Every token but the first is a target exactly once. The last window is padded
-    with input 0 and target -100, the last batch has fewer rows; none is empty.
-    """
-    targets = len(stream) - 1
-    stop = targets if max_batches is None else min(targets, max_batches * batch * seq_len)
-    for start in range(0, stop, batch * seq_len):
-        length = min(batch * seq_len, targets - start)
-        tokens = stream.read(start, length + 1)
-        shape = (-(-length // seq_len), seq_len)
-        inputs, wanted = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
-        inputs.ravel()[:length] = tokens[:-1]
-        wanted.ravel()[:length] = tokens[1:]
-        yield torch.from_numpy(inputs), torch.from_numpy(wanted)
-
-
-def ngram_bits(
-    train: TokenStream, val: TokenStream, vocab_size: int, max_tokens: int = 100_000_000
-) -> tuple[float, float | None]:
-    """Bits per token of val under unigram and bigram counts of train, both add-one.
-
-    What a model must beat to have learnt anything beyond letter frequencies. Both
-    are over the same targets, all of val but its first token. Only the first
-    ``max_tokens`` of each stream are read. The bigram is None above 4096 ids.
-    """
-    pairs = vocab_size <= BIGRAM_VOCAB
-    singles = np.zeros(vocab_size, np.int64)
-    doubles = np.zeros((vocab_size, vocab_size) if pairs else (0, 0), np.int64)
-    for block in _overlapping(train, max_tokens):
-        singles += np.bincount(block[1:], minlength=vocab_size)
-        if pairs:
-            flat = np.bincount(block[:-1] * vocab_size + block[1:], minlength=vocab_size**2)
-            doubles += flat.reshape(doubles.shape)
-    log_single = np.log2((singles + 1) / (singles.sum() + vocab_size))
-    context = doubles.sum(axis=1)
-    bits, count = np.zeros(2), 0
-    for block in _overlapping(val, max_tokens):
-        before, after = block[:-1], block[1:]
-        count += len(after)
-        bits[0] -= log_single[after].sum()
-        if pairs:
-            bits[1] -= np.log2((doubles[before, after] + 1) / (context[before] + vocab_size)).sum()
-    if not count:
-        raise InputError(f"the validation split has {len(val)} tokens; at least 2 are needed")
-    return float(bits[0] / count), float(bits[1] / count) if pairs else None
-
-
-def _overlapping(stream: TokenStream, limit: int) -> Iterator[np.ndarray]:
-    """Blocks that share their ends, so that every pair of neighbours is in exactly one."""
-    stop = min(limit, len(stream))
-    for start in range(0, stop - 1, BLOCK):
-        yield stream.read(start, min(BLOCK + 1, stop - start))
+    np.save(folder / MARKS, marks)
 
 
 def prepare(

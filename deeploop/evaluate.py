@@ -5,9 +5,10 @@ import math
 
 import torch
 
-from deeploop.data import Corpus, val_batches
+from deeploop.data import Corpus
 from deeploop.lm import LoopLM
 from deeploop.loss import IGNORE, linear_cross_entropy
+from deeploop.order import val_batches
 
 
 def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager:

@@ -289,12 +289,14 @@ def _read_meta(folder: Path) -> dict[str, Any]:
     raise InputError(f"{path} is no shard description this version reads; prepare the data again")
 
 
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EEXIST, errno.ENOTDIR)
+DISK_ERRORS = {
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EEXIST, errno.ENOTDIR,
+}  # fmt: skip
 
 
 @contextmanager
 def disk_errors(what: str) -> Iterator[None]:
-    """Turn a full, read-only or misplaced folder into one sentence; other errors pass."""
+    """Turn a full, limited, read-only or misplaced folder into a sentence; other errors pass."""
     try:
         yield
     except OSError as error:
@@ -302,7 +304,7 @@ def disk_errors(what: str) -> Iterator[None]:
             raise
         raise InputError(
             f"{what} could not be written ({error.strerror}); "
-            "free some space or choose another folder"
+            "free some space, lift the limit or choose another folder"
         ) from error
 
 

@@ -8,10 +8,11 @@ from rich.console import Console
 
 from deeploop import checkpoint, run
 from deeploop.config import Config
-from deeploop.data import Corpus, load_corpus, ngram_bits
+from deeploop.data import Corpus, load_corpus
 from deeploop.device import computes_in_bf16, device_name, pick_device
 from deeploop.errors import InputError
 from deeploop.lm import count_parameters
+from deeploop.order import ngram_bits
 from deeploop.train import Trainer
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from deeploop import checkpoint, run
 from deeploop.config import Config
-from deeploop.data import Corpus, train_batch
+from deeploop.data import Corpus
 from deeploop.device import device_name, peak_memory
 from deeploop.errors import Diverged
 from deeploop.evaluate import autocast, bits_per_byte, validate
@@ -23,6 +23,7 @@ from deeploop.lm import LoopLM, count_parameters
 from deeploop.loss import IGNORE, linear_cross_entropy
 from deeploop.measure import Speed, largest_rms, watch_loops
 from deeploop.optim import adamw, clip_gradients, learning_rate, step_if_finite
+from deeploop.order import train_batch
 
 SAMPLE_PROMPT, SAMPLE_TOKENS = 32, 200
 

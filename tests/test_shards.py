@@ -235,6 +235,17 @@ def test_nothing_half_written_takes_the_name(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_size_limit_is_a_sentence(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+    try:
+        blocks = [np.arange(1 << 15), np.arange(1 << 15)]
+        refused(lambda: write_shard(tmp_path / "x.bin", blocks, "<u2"), "x.bin", "File too large")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_other_errors_keep_their_traceback(tmp_path):
     with pytest.raises(FileNotFoundError), atomic_file(tmp_path / "none" / "x.bin"):
         pass
