@@ -1,5 +1,6 @@
 """The command line: deeploop train | generate | data."""
 
+import argparse
 import dataclasses
 import math
 import signal
@@ -45,12 +46,14 @@ def parse_train(arguments: list[str]) -> TrainArguments:
     named = bool(arguments) and not arguments[0].startswith("-")
     base = preset(arguments[0]) if named else preset("deeploop-tiny")
     rest = arguments[1:] if named else arguments
-    resume = _option(rest, "--resume")
+    ahead = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    ahead.add_argument("--resume", default="")
+    resume = ahead.parse_known_args(rest)[0].resume
     if resume and not named:
         from deeploop.checkpoint import find
 
         saved = find(resume).config
-        base = dataclasses.replace(saved, train=dataclasses.replace(saved.train, out=""))
+        base = saved.replace("train", out="")
     return tyro.cli(
         TrainArguments,
         args=rest,
@@ -58,16 +61,6 @@ def parse_train(arguments: list[str]) -> TrainArguments:
         prog="deeploop train [PRESET]",
         description="Train a looped language model. Presets: " + ", ".join(presets()),
     )
-
-
-def _option(arguments: list[str], name: str) -> str:
-    """The value of one option ahead of the full parse, which it decides the defaults of."""
-    for this, following in zip(arguments, [*arguments[1:], ""], strict=True):
-        if this == name:
-            return following
-        if this.startswith(name + "="):
-            return this[len(name) + 1 :]
-    return ""
 
 
 def train(arguments: list[str]) -> int:

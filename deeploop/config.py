@@ -126,6 +126,11 @@ class Config:
     def __post_init__(self) -> None:
         check(self)
 
+    def replace(self, part: Literal["model", "data", "train"], **values: Any) -> "Config":
+        """A copy with fields of one part replaced, checked again."""
+        changed = dataclasses.replace(getattr(self, part), **values)
+        return dataclasses.replace(self, **{part: changed})
+
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
 

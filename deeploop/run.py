@@ -32,8 +32,10 @@ def create(config: Config) -> Path:
             f"train.out={name!r}: already exists; choose another folder, or go on with "
             f"--resume {name}"
         )
-    with disk_errors(f"run folder {folder}"):
+    try:
         folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"train.out={name!r}: cannot be made ({error.strerror})") from error
     return folder
 
 

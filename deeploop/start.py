@@ -28,11 +28,8 @@ def resolve(config: Config, corpus: Corpus) -> Config:
             f"model.vocab_size={vocab}: smaller than the corpus's {corpus.vocab_size}; "
             "give at least that, or 0 to take it"
         )
-    return dataclasses.replace(
-        config,
-        model=dataclasses.replace(config.model, vocab_size=vocab),
-        train=dataclasses.replace(config.train, device=str(device), precision=precision),
-    )
+    config = config.replace("model", vocab_size=vocab)
+    return config.replace("train", device=str(device), precision=precision)
 
 
 def describe(trainer: Trainer) -> list[str]:

@@ -1,4 +1,3 @@
-import dataclasses
 import io
 
 import pytest
@@ -39,14 +38,3 @@ def config(tmp_path, corpus_file) -> Config:
 @pytest.fixture
 def quiet() -> Console:
     return Console(file=io.StringIO(), width=200)
-
-
-@pytest.fixture
-def change():
-    """`change(config, "train", steps=3)`: a copy with fields of one part replaced."""
-
-    def changed(config: Config, part: str, **values) -> Config:
-        new = dataclasses.replace(getattr(config, part), **values)
-        return dataclasses.replace(config, **{part: new})
-
-    return changed

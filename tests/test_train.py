@@ -52,21 +52,21 @@ def test_a_run_learns_and_leaves_what_it_promises(config, quiet, tmp_path):
 
 @pytest.mark.parametrize("micro_batch", [0, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_resume_is_exact(config, change, quiet, tmp_path, micro_batch, precision):
+def test_resume_is_exact(config, quiet, tmp_path, micro_batch, precision):
     """20 steps = 10 steps + resume + 10 steps, to the bit, moments too."""
-    config = change(config, "train", micro_batch=micro_batch, precision=precision)
+    config = config.replace("train", micro_batch=micro_batch, precision=precision)
     open_run(config, quiet).fit()
     straight = weights(tmp_path / "run")
     half = checkpoint.find(str(tmp_path / "run" / "checkpoints" / "step_000010"))
-    fork = change(half.config, "train", out=str(tmp_path / "fork"))
+    fork = half.config.replace("train", out=str(tmp_path / "fork"))
     trainer = open_run(fork, quiet, half)
     assert trainer.done == 10
     trainer.fit()
     assert_same_bits(weights(tmp_path / "fork"), straight)
 
 
-def test_resume_in_place_rewrites_only_what_came_after(config, change, quiet, tmp_path):
-    config = change(config, "train", save_every=5, keep=0)
+def test_resume_in_place_rewrites_only_what_came_after(config, quiet, tmp_path):
+    config = config.replace("train", save_every=5, keep=0)
     open_run(config, quiet).fit()
     straight, run = weights(tmp_path / "run"), tmp_path / "run"
     before = (run / "metrics.jsonl").read_text().splitlines()
@@ -78,20 +78,20 @@ def test_resume_in_place_rewrites_only_what_came_after(config, change, quiet, tm
     assert_same_bits(weights(run), straight)
 
 
-def test_two_runs_are_the_same_and_the_seed_matters(config, change, quiet, tmp_path):
+def test_two_runs_are_the_same_and_the_seed_matters(config, quiet, tmp_path):
     results = []
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         out = tmp_path / name
-        open_run(change(config, "train", out=str(out), seed=seed), quiet).fit()
+        open_run(config.replace("train", out=str(out), seed=seed), quiet).fit()
         results.append(weights(out))
     assert_same_bits(results[0], results[1])
     assert not torch.equal(results[0][0], results[2][0])
 
 
-def test_accumulation_equals_the_whole_batch(config, change, quiet, tmp_path):
+def test_accumulation_equals_the_whole_batch(config, quiet, tmp_path):
     gradients = []
     for micro in (0, 1, 3):  # 3 leaves a ragged last micro-batch
-        run = change(config, "train", micro_batch=micro, out=str(tmp_path / str(micro)), clip=0.0)
+        run = config.replace("train", micro_batch=micro, out=str(tmp_path / str(micro)), clip=0.0)
         trainer = open_run(run, quiet)
         trainer.model.double()
         trainer.optimizer.zero_grad = lambda set_to_none: None
@@ -102,8 +102,8 @@ def test_accumulation_equals_the_whole_batch(config, change, quiet, tmp_path):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
 
 
-def test_old_checkpoints_are_pruned_newest_kept(config, change, quiet, tmp_path):
-    open_run(change(config, "train", save_every=4, keep=2), quiet).fit()
+def test_old_checkpoints_are_pruned_newest_kept(config, quiet, tmp_path):
+    open_run(config.replace("train", save_every=4, keep=2), quiet).fit()
     assert [p.name for p in checkpoint.steps(tmp_path / "run")] == ["step_000016", "step_000020"]
 
 
@@ -143,20 +143,20 @@ def test_an_existing_run_is_not_written_over(config, quiet, tmp_path):
         ("data", "val_fraction", 0.2),
     ],
 )
-def test_a_checkpoint_of_another_config_is_refused(config, change, quiet, part, name, value):
+def test_a_checkpoint_of_another_config_is_refused(config, quiet, part, name, value):
     open_run(config, quiet).fit()
     found = checkpoint.find(config.train.out)
     with pytest.raises(InputError, match=rf"{part}\.{name}={value}: the checkpoint"):
-        open_run(change(config, part, **{name: value}), quiet, found)
+        open_run(config.replace(part, **{name: value}), quiet, found)
 
 
-def test_resume_may_train_for_longer_but_not_shorter(config, change, quiet):
+def test_resume_may_train_for_longer_but_not_shorter(config, quiet):
     open_run(config, quiet).fit()
     found = checkpoint.find(config.train.out)
-    assert open_run(change(config, "train", steps=25), quiet, found).fit()["step"] == 25
+    assert open_run(config.replace("train", steps=25), quiet, found).fit()["step"] == 25
     found = checkpoint.find(config.train.out)
     with pytest.raises(InputError, match=r"train\.steps=24.*already at step 25"):
-        open_run(change(config, "train", steps=24), quiet, found)
+        open_run(config.replace("train", steps=24), quiet, found)
 
 
 def test_a_corpus_that_changed_under_a_run_is_refused(config, quiet, corpus_file):
@@ -166,15 +166,15 @@ def test_a_corpus_that_changed_under_a_run_is_refused(config, quiet, corpus_file
         open_run(config, quiet, checkpoint.find(config.train.out))
 
 
-def test_a_vocabulary_smaller_than_the_corpus_is_refused(config, change, quiet):
+def test_a_vocabulary_smaller_than_the_corpus_is_refused(config, quiet):
     with pytest.raises(InputError, match="100"):
-        open_run(change(config, "model", vocab_size=100), quiet).fit()
+        open_run(config.replace("model", vocab_size=100), quiet).fit()
 
 
-def test_a_text_shorter_than_a_sequence_is_refused(config, change, quiet, corpus_file, tmp_path):
+def test_a_text_shorter_than_a_sequence_is_refused(config, quiet, corpus_file, tmp_path):
     corpus_file.write_text("0123456789" * 2)  # 18 train, and a window is 17 at seq_len 16
     with pytest.raises(InputError, match="fewer than one sequence"):
-        open_run(change(config, "model", seq_len=18), quiet)
+        open_run(config.replace("model", seq_len=18), quiet)
     assert not (tmp_path / "run").exists()
 
 
