@@ -92,4 +92,5 @@ def test_backward_is_one_node(op):
     forward, backward = graphs
     assert forward.count(f"deeploop.{op.name}.default") == 1
     assert backward.count(f"deeploop.{op.name}_backward.default") == 1
-    assert [t for t in (*forward, *backward) if t.startswith("aten")] == []
+    # A saved output is detached, which moves nothing.
+    assert {t for t in (*forward, *backward) if t.startswith("aten")} <= {"aten.detach.default"}
