@@ -32,6 +32,7 @@ def load_run_tokenizer(folder: Path) -> Tokenizer:
 
 
 @torch.no_grad()
+@torch.compiler.set_stance("force_eager")  # a graph for each slot and length would be compiled
 def sample(
     model: LoopLM,
     prompt: Tensor,

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from deeploop.config import ModelConfig
 from deeploop.errors import InputError
@@ -108,3 +109,15 @@ def test_bad_requests_are_refused_by_name(config, quiet, name, value):
     with pytest.raises(InputError, match=name) as refused:
         continue_text(**{**good, name: value})
     assert "\n" not in str(refused.value)
+
+
+def test_compiled_branches_are_not_compiled_again_for_every_slot_and_length():
+    torch.manual_seed(0)
+    config = ModelConfig(d_model=16, n_layers=1, loops=2, n_heads=2, vocab_size=23, seq_len=12)
+    model, counter = LoopLM(config), CompileCounter()
+    for sublayer in model.sublayers:
+        sublayer.branch.compile(backend=counter)
+    sample(model, prompts(), 3)
+    assert counter.frame_count == 0
+    model(prompts())
+    assert counter.frame_count > 0
