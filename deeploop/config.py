@@ -85,7 +85,7 @@ class DataConfig:
 class TrainConfig:
     """One run of the trainer."""
 
-    steps: Annotated[int, _flag("optimizer steps", "--steps")] = 700
+    steps: Annotated[int, _flag("optimizer steps", "--steps")] = 600
     batch_size: Annotated[int, _flag("sequences per optimizer step")] = 8
     micro_batch: Annotated[int, _flag("sequences per forward; 0 means batch_size")] = 0
     lr: Annotated[float, _flag("peak learning rate", "--lr")] = 2e-3
