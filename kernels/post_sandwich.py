@@ -19,7 +19,8 @@ mean(h'^2) = 1 / r2^2 - eps: both row sums come out of one sweep over the row.
 
 Shapes: h, f [..., d]; gains [d]; h' and n like h. Dtypes: h' as h, n as f, each
 gradient as its tensor; arithmetic float32 (float64 if any input is), and n from
-the unrounded h'. alpha takes part at run time: no new value recompiles anything.
+the unrounded h'. alpha is a run-time argument of the kernels, so a new value
+compiles no new kernel; torch.compile keeps each value it meets as a constant.
 
 Bytes, in passes over [rows, d] (beside O(rows) statistics and O(d) gains):
 forward 4 (reads h, f; writes h', n), backward 6 (reads dh', dn, h, f; writes dh,

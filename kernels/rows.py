@@ -12,7 +12,7 @@ import functools
 import math
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ except ImportError:
     tl = types.SimpleNamespace(constexpr=int)
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+# n, the second result of an update: a Tensor, or None where it was called with norm=False.
+Normed: TypeAlias = Any
 
 # Widest row the Triton kernels are built and spill-checked for; wider rows take
 # the PyTorch path.
@@ -119,8 +122,32 @@ def check_numbers(op: str, eps: float, **factors: float) -> None:
             raise InputError(f"{op}: {name} is {value}; allowed: a finite number")
 
 
+def check_untraced(op: str, eps: float, **factors: float) -> None:
+    """`check_numbers` at the door of an op whose factors are data; not while it is traced."""
+    if not torch.compiler.is_compiling():
+        check_numbers(op, eps, **factors)
+
+
+def check_norm(op: str, norm: bool, w_next: Tensor | None) -> None:
+    """Refuse a gain for a norm that is off."""
+    if w_next is not None and not norm:
+        raise InputError(f"{op}: w_next is given and norm is False; allowed: None without the norm")
+
+
 # ---------------------------------------------------------------------------
 # PyTorch side
+
+
+def numbers(*values: float) -> Tensor:
+    """Host numbers as one float64 tensor on CPU, for a custom op to read back.
+
+    torch.compile guards on a float argument of an op, so each new value compiles
+    anew; a tensor is data. A product is the form in which it traces a float as one.
+    """
+    one = {"dtype": torch.float64, "device": "cpu"}
+    if torch.compiler.is_compiling():
+        return torch.stack([torch.ones((), **one) * value for value in values])
+    return torch.tensor(values, **one)
 
 
 def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
@@ -296,6 +323,15 @@ class Launch(NamedTuple):
 def load(ptr, o, m):
     """A tile in float32; lanes outside the mask read 0."""
     return tl.load(ptr + o, mask=m, other=0.0).to(tl.float32)
+
+
+@jit()
+def load_or_zero(ptr, base, o, m):
+    """`load`, or zeros where there is no tensor."""
+    b_x = tl.zeros_like(o).to(tl.float32)
+    if ptr is not None:
+        b_x = load(ptr + base, o, m)
+    return b_x
 
 
 @jit()
