@@ -4,7 +4,26 @@ Every op runs on CPU (closed form in PyTorch) and on CUDA (Triton) under the sam
 name; `reference` is the specification in plain PyTorch.
 """
 
+from .branch_sandwich import branch_sandwich
+from .inject import inject
+from .looping_update import (
+    looping_carry,
+    looping_coefficients,
+    looping_update,
+    looping_update_two,
+    two_memory_coefficients,
+)
 from .post_sandwich import post_sandwich
 from .pre_norm import pre_norm
 
-__all__ = ["post_sandwich", "pre_norm"]
+__all__ = [
+    "branch_sandwich",
+    "inject",
+    "looping_carry",
+    "looping_coefficients",
+    "looping_update",
+    "looping_update_two",
+    "post_sandwich",
+    "pre_norm",
+    "two_memory_coefficients",
+]

@@ -25,7 +25,8 @@ import torch
 from . import rows
 
 # The submodules, not the functions of the same names.
-OPS = [importlib.import_module(f"{__package__}.{name}") for name in ("post_sandwich", "pre_norm")]
+NAMES = ("post_sandwich", "pre_norm", "branch_sandwich", "looping_update", "inject")
+OPS = [importlib.import_module(f"{__package__}.{name}") for name in NAMES]
 WIDTHS = (768, 1024, 2048, 4096, 8192, 16384)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ROWS = 4096
@@ -136,7 +137,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     print(f"triton {rows.triton.__version__}, sm_{options.arch}, float32 gains")
     print(
-        f"{'launch':24}{'d':>6} {'dtype':6}{'warps':>6}{'regs':>6}{'spills':>7}{'stack':>6}"
+        f"{'launch':28}{'d':>6} {'dtype':6}{'warps':>6}{'regs':>6}{'spills':>7}{'stack':>6}"
         f"{'atomics':>8}{'128-bit':>8}{'loads':>6}{'stores':>7}{'instr':>6}"
     )
     failed = 0
@@ -150,7 +151,7 @@ def main(argv: list[str] | None = None) -> int:
                         continue
                     r = read_cubin(compile_launch(launch, options.arch))
                     print(
-                        f"{title:24}{d:6} {name:6}{launch.config.warps:6}{r.registers:6}"
+                        f"{title:28}{d:6} {name:6}{launch.config.warps:6}{r.registers:6}"
                         f"{r.spills:7}{r.stack:6}{r.atomics:8}{r.vector_share:8.1%}"
                         f"{r.loads:6}{r.stores:7}{r.instructions:6}",
                         flush=True,

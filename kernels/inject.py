@@ -19,8 +19,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from . import linear_update as linear
-from . import rows
+from . import linear_kernels, rows
+from .linear_kernels import Coefficients
+from .linear_update import linear_update
 
 
 def inject(
@@ -38,11 +39,11 @@ def inject(
     rows.check_gains("inject", h, w_next=w_next)
     rows.check_norm("inject", norm, w_next)
     rows.check_untraced("inject", eps, keep=keep, add=add)
-    k = linear.Coefficients(a=keep, c=add)
-    h_new, _, _, n = linear.linear_update(h, x, None, None, w_next, k, eps, norm)
+    k = Coefficients(a=keep, c=add)
+    h_new, _, _, n = linear_update(h, x, None, None, w_next, k, eps, norm)
     return h_new, n
 
 
 def aot_launches(x: Tensor, w: Tensor | None) -> dict[str, rows.Launch]:
     """Every launch on rows like x and gains like w (meta tensors), by name."""
-    return linear.aot_launches("inject", x, w)
+    return linear_kernels.aot_launches("inject", x, w)

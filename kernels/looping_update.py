@@ -51,9 +51,9 @@ from torch import Tensor
 
 from deeploop.errors import InputError
 
-from . import linear_update as linear
-from . import rows
-from .linear_update import Coefficients
+from . import linear_kernels, rows
+from .linear_kernels import Coefficients
+from .linear_update import linear_update
 
 
 def looping_update(
@@ -84,7 +84,7 @@ def looping_update(
     )  # fmt: skip
     k = Coefficients(c=scale, b=decay, u=read_local, g=1.0, v=read_global)
     dtype = _memory_dtype(h, f, local, glob, memory_dtype)
-    h_new, local_new, _, n = linear.linear_update(
+    h_new, local_new, _, n = linear_update(
         h, f, local, glob, w_next, k, eps, norm, local_dtype=dtype
     )
     return h_new, local_new, n
@@ -128,14 +128,12 @@ def looping_update_two(
     )  # fmt: skip
     local_dtype = _memory_dtype(h, f, local, glob, memory_dtype)
     glob_dtype = _memory_dtype(h, f, glob, local, memory_dtype)
-    return linear.linear_update(
+    return linear_update(
         h, f, local, glob, w_next, k, eps, norm, local_dtype=local_dtype, glob_dtype=glob_dtype
     )
 
 
-def looping_carry(
-    glob: Tensor | None, local: Tensor, n_layers: int, decay: float
-) -> Tensor:
+def looping_carry(glob: Tensor | None, local: Tensor, n_layers: int, decay: float) -> Tensor:
     """G_t = b^M * G_{t-1} + L_M, at the end of a loop; glob is None after the first."""
     return local.clone() if glob is None else torch.add(local, glob, alpha=decay**n_layers)
 
@@ -159,9 +157,7 @@ def two_memory_coefficients(
     return 1 / _weight(layer, decay), 1 / _weight((loop - 1) * n_layers + layer, decay)
 
 
-def looping_coefficients(
-    loop: int, layer: int, n_layers: int, decay: float
-) -> tuple[float, float]:
+def looping_coefficients(loop: int, layer: int, n_layers: int, decay: float) -> tuple[float, float]:
     """read_local and read_global of `looping_update` for a layer and a loop counted from 1."""
     by_local, by_global = two_memory_coefficients(loop, layer, n_layers, decay)
     return by_local + by_global, decay**layer * by_global
@@ -203,9 +199,11 @@ def _memory_dtype(
 
 def aot_launches(x: Tensor, w: Tensor | None) -> dict[str, rows.Launch]:
     """Every launch on rows like x and gains like w (meta tensors), by name."""
-    found = linear.aot_launches("looping_update", x, w, local=x, glob=x)
-    found |= linear.aot_launches("looping_update_two", x, w, local=x, glob=x, two=True)
+    found = linear_kernels.aot_launches("looping_update", x, w, local=x, glob=x)
+    found |= linear_kernels.aot_launches("looping_update_two", x, w, local=x, glob=x, two=True)
     if x.dtype != torch.float32:
         wide = torch.empty_like(x, dtype=torch.float32)
-        found |= linear.aot_launches("looping_two_fp32", x, w, local=wide, glob=wide, two=True)
+        found |= linear_kernels.aot_launches(
+            "looping_two_fp32", x, w, local=wide, glob=wide, two=True
+        )
     return found

@@ -144,10 +144,10 @@ def numbers(*values: float) -> Tensor:
     torch.compile guards on a float argument of an op, so each new value compiles
     anew; a tensor is data. A product is the form in which it traces a float as one.
     """
-    one = {"dtype": torch.float64, "device": "cpu"}
-    if torch.compiler.is_compiling():
-        return torch.stack([torch.ones((), **one) * value for value in values])
-    return torch.tensor(values, **one)
+    if not torch.compiler.is_compiling():
+        return torch.tensor(values, dtype=torch.float64, device="cpu")
+    one = torch.ones((), dtype=torch.float64, device="cpu")
+    return torch.stack([one * value for value in values])
 
 
 def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
