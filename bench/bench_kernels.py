@@ -1,0 +1,286 @@
+"""Every op, forward and backward, against everyone else who can compute it.
+
+    pytest bench/bench_kernels.py [--benchmark-json=FILE]   then   python -m bench.report FILE
+
+The same code on CPU and CUDA. On a CPU ours is the PyTorch closed form and shapes
+are small; on CUDA it is the Triton kernels. First every contender is compared
+with the float64 reference: ours must agree, another that does not is named and
+left out, and only then is anything timed. Contenders take turns call by call.
+
+Each record (benchmark.extra_info["contenders"]) holds, in seconds and bytes:
+
+* seconds: median of one call. On CUDA: a graph replay between two events, L2
+  flushed before, so launch overhead is not in it;
+* call_seconds: median of one eager call, wall clock, device waited for (on a CPU
+  the same as seconds). What it has over `seconds` is mostly launch overhead;
+* gb_per_s and of_copy: the op's floor in bytes over `seconds`, and its share of
+  this device's own copy bandwidth: the same work for everyone, so whoever moves
+  more than the floor scores lower;
+* peak_bytes: allocated at most by one forward and backward (CUDA only);
+
+* bytes: what the call moves, counted operator by operator for eager, naive and, on
+  a CPU, ours; on CUDA ours moves its floor (bench.traffic counts that); else None.
+
+DEEPLOOP_BENCH_COMPILE=1 adds torch.compile on a CPU too, where it takes most of
+a minute per op to build; on CUDA it always runs. DEEPLOOP_BENCH_SECONDS=N skips
+what has not begun after N seconds, so that the results so far are still written.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._functorch.config
+from torch import Tensor
+
+from bench.counting import count
+from bench.ops import OPS, Contender, Op, compiled, contenders
+from bench.timing import (
+    copy_bandwidth,
+    graphed,
+    interleaved,
+    interleaved_on_device,
+    kernel_names,
+    peak_of,
+    relative_error,
+)
+from deeploop.device import device_name, pick_device
+from deeploop.kernels import reference, rows
+
+DEVICE = pick_device("auto")
+CUDA = DEVICE.type == "cuda"
+# [tokens, d] of a 124M model and of wider ones; past d = 2048 the backward works in chunks.
+_ON_CUDA = [
+    (torch.bfloat16, (16384, 768)),
+    (torch.bfloat16, (8192, 4096)),
+    (torch.bfloat16, (16384, 2048)),
+    (torch.float32, (8192, 4096)),
+    (torch.bfloat16, (4096, 8192)),
+]
+CASES = _ON_CUDA if CUDA else [(t, (1024, 768)) for t in (torch.bfloat16, torch.float32)]
+BEGAN, BUDGET = time.monotonic(), float(os.environ.get("DEEPLOOP_BENCH_SECONDS", "inf"))
+# |error| / |value| against float64: a few units of rounding, more for sums of many rows.
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
+# What an unfused path would launch: if any of it is there, the fused one did not run.
+UNFUSED = ("rms_norm", "RowwiseMoments", "layer_norm", "vectorized_elementwise")
+# What PyTorch's own operators run, so that a call's bytes can be counted as it runs.
+ATEN_ONLY = ("ours", "eager", "naive")
+
+# A saved tensor is read again by every timed backward.
+torch._functorch.config.donated_buffer = False
+
+
+@pytest.fixture(scope="session")
+def copy_gb_per_s() -> float:
+    return copy_bandwidth(DEVICE)
+
+
+@pytest.fixture(scope="session")
+def setting() -> dict[str, Any]:
+    """Where and with what: one entry per record."""
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    return {
+        "device": device_name(DEVICE),
+        "path": "triton" if CUDA else "torch",
+        "torch": torch.__version__,
+        "triton": rows.triton.__version__ if rows.triton else None,
+        "python": platform.python_version(),
+        "commit": commit or None,
+    }
+
+
+# ---------------------------------------------------------------------------
+# One contender, ready to run
+
+
+class Runner:
+    """A contender on inputs of its own: forward, backward, and whether they are right."""
+
+    def __init__(self, op: Op, contender: Contender, inputs: list[Tensor], stream: Any):
+        self.contender, self.stream = contender, stream
+        dtype = contender.gains or inputs[0].dtype
+        # Only gains change dtype: a leaf of the right one, not a cast in each call.
+        self.inputs = [
+            (
+                x.detach().to(dtype) if x.dim() == 1 and x.requires_grad else x.detach().clone()
+            ).requires_grad_(x.requires_grad)
+            for x in inputs
+        ]
+        self.leaves = [x for x in self.inputs if x.requires_grad]
+        with self.on_stream():
+            outputs = self.forward()
+        self.outputs = outputs
+        self.used = [y for y in outputs if y is not None and y.requires_grad]
+
+    def on_stream(self):
+        return torch.cuda.stream(self.stream)  # does nothing where it is None
+
+    def forward(self) -> tuple[Tensor, ...]:
+        return self.contender.run(self.inputs)
+
+    def set_gradients(self, gradients: list[Tensor]) -> None:
+        self.gradients = gradients
+
+    def backward(self) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(self.used, self.leaves, self.gradients, retain_graph=True)
+
+    def both(self) -> None:
+        outputs = [y for y in self.forward() if y is not None and y.requires_grad]
+        torch.autograd.grad(outputs, self.leaves, self.gradients)
+
+    def wrong(self, exact: list[Tensor], tolerance: float) -> str | None:
+        """The first value or gradient that is off, in words."""
+        with self.on_stream():
+            found = [*self.used, *self.backward()]
+        if CUDA:
+            torch.cuda.synchronize()
+        for i, (a, e) in enumerate(zip(found, exact, strict=True)):
+            error = relative_error(a, e)
+            if not error <= tolerance:
+                kind = "output" if i < len(self.used) else "gradient"
+                return f"{kind} {i} is off by {error:.1e} of its norm"
+        return None
+
+
+def exact_results(
+    op: Op, inputs: list[Tensor], dtype: torch.dtype
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Random output gradients; the differentiable outputs and all gradients in float64."""
+    wide = [x.detach().double().requires_grad_(x.requires_grad) for x in inputs]
+    outputs = [y for y in op.run(getattr(reference, op.name), wide) if y is not None]
+    outputs = [y for y in outputs if y.requires_grad]
+    gradients = [torch.randn(y.shape, device=DEVICE).to(dtype) for y in outputs]
+    leaves = [x for x in wide if x.requires_grad]
+    exact = torch.autograd.grad(outputs, leaves, [g.double() for g in gradients])
+    return gradients, [*(y.detach() for y in outputs), *exact]
+
+
+# The two directions of a case come one after the other and share what is built.
+@functools.lru_cache(maxsize=1)
+def runners(
+    op_name: str, shape: tuple[int, int], dtype: torch.dtype
+) -> tuple[dict[str, Runner], dict[str, str]]:
+    """Every contender that computes the right thing, and why the others are missing."""
+    op = next(op for op in OPS if op.name == op_name)
+    stream = torch.cuda.Stream() if CUDA else None
+    torch.manual_seed(0)
+    inputs = op.make_inputs(*shape, dtype, DEVICE)
+    gradients, exact = exact_results(op, inputs, dtype)
+    found, missing = contenders(op)
+    if CUDA or os.environ.get("DEEPLOOP_BENCH_COMPILE") == "1":
+        torch._dynamo.reset()  # every shape is a new compilation; there is a limit on those
+        found.append(compiled(op))
+    else:
+        missing["compile"] = "on a CPU only with DEEPLOOP_BENCH_COMPILE=1"
+    right: dict[str, Runner] = {}
+    for contender in found:
+        try:
+            runner = Runner(op, contender, inputs, stream)
+            runner.set_gradients(gradients)
+            problem = runner.wrong(exact, TOLERANCE[dtype])
+        except Exception as error:
+            if contender.name == "ours":
+                raise
+            problem = in_words(error)
+        if problem is None:
+            right[contender.name] = runner
+        elif contender.name == "ours":
+            pytest.fail(f"{op.name}: {problem}; nothing is timed")
+        else:
+            missing[contender.name] = problem
+    return right, missing
+
+
+def in_words(error: Exception) -> str:
+    lines = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
+
+
+# ---------------------------------------------------------------------------
+# Timing
+
+
+def medians(
+    calls: dict[str, Callable[[], object]], stream: Any, missing: dict[str, str]
+) -> dict[str, dict[str, Any]]:
+    """seconds and call_seconds of every contender (see the top)."""
+    wall = interleaved(calls)
+    device = wall
+    if CUDA:
+        replays = {}
+        for name, run in calls.items():
+            try:
+                replays[name] = graphed(run, stream)
+            except RuntimeError as error:
+                if name == "ours":
+                    raise
+                missing[name] = f"no CUDA graph: {in_words(error)}"
+        device = interleaved_on_device(replays)
+    return {
+        name: {
+            "seconds": statistics.median(seconds),
+            "call_seconds": statistics.median(wall[name]),
+        }
+        for name, seconds in device.items()
+    }
+
+
+def counted_bytes(name: str, run: Callable[[], object], floor: int) -> int | None:
+    if name == "ours" and CUDA:
+        return floor
+    if name not in ATEN_ONLY:
+        return None
+    with count() as steps:
+        run()
+    return sum(step.unique for step in steps)
+
+
+def assert_fused(op: Op, runner: Runner, direction: str) -> list[str]:
+    """Ours launched its own kernel, and nothing of the chain it replaces."""
+    names = kernel_names(runner.forward if direction == "forward" else runner.backward)
+    assert any(direction in name for name in names), f"no {direction} kernel in {names}"
+    strays = [name for name in names if any(word in name for word in UNFUSED)]
+    assert not (op.normed and strays), f"unfused kernels beside the fused one: {strays}"
+    return names
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    CASES,
+    ids=lambda x: f"{x[0]}x{x[1]}" if isinstance(x, tuple) else str(x).removeprefix("torch."),
+)
+def test_kernel(benchmark, op, shape, dtype, direction, copy_gb_per_s, setting):
+    if time.monotonic() - BEGAN > BUDGET:
+        pytest.skip(f"the {BUDGET:.0f} s for this bench are over")
+    right, missing = runners(op.name, shape, dtype)
+    missing = dict(missing)
+    calls = {name: getattr(runner, direction) for name, runner in right.items()}
+    passes = op.floor[direction == "backward"]
+    floor = passes * shape[0] * shape[1] * dtype.itemsize
+    launched = assert_fused(op, right["ours"], direction) if CUDA else []
+    records = medians(calls, right["ours"].stream, missing)
+    for name, record in records.items():
+        record["gb_per_s"] = floor / record["seconds"] / 1e9
+        record["of_copy"] = record["gb_per_s"] / copy_gb_per_s
+        record["bytes"] = counted_bytes(name, calls[name], floor)
+        record["peak_bytes"] = peak_of(right[name].both) if CUDA else None
+    benchmark.extra_info |= setting | {
+        "op": op.name, "direction": direction, "rows": shape[0], "d": shape[1],
+        "dtype": str(dtype).removeprefix("torch."), "floor_passes": passes,
+        "floor_bytes": floor, "copy_gb_per_s": copy_gb_per_s, "launched": launched,
+        "contenders": records, "missing": missing,
+    }  # fmt: skip
+    benchmark.pedantic(calls["ours"], rounds=3)

@@ -1,0 +1,239 @@
+"""What is benchmarked: each op's inputs and floor, and who else can compute it.
+
+A floor is the least an op can move, in passes over one [rows, d] tensor (forward,
+backward): every activation read once and every result written once, given what
+the op saves. O(rows) statistics and O(d) gains come beside it. The derivations
+are in the kernels' docstrings.
+
+The contenders of an op compute the same function of the same inputs:
+
+* ours: `deeploop.kernels`;
+* naive: `deeploop.kernels.reference` in eager mode, the chain one writes first
+  (upcast, square, mean, rsqrt, multiply, downcast);
+* eager: PyTorch's own fused calls (torch.add with alpha, F.rms_norm), the best
+  eager code we know;
+* compile: torch.compile of the reference;
+* liger, apex: their fused norms, with PyTorch for what they do not cover.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench.counting import interpreting
+from deeploop import kernels
+from deeploop.kernels import reference
+
+EPS = 1e-6
+Norm = Callable[[Tensor, Tensor], Tensor]
+
+
+Shape = tuple[str, ...]
+ROWS, GAIN, EXPERTS, BIAS = ("T", "d"), ("d",), ("E", "d"), ("E",)
+N_EXPERTS = 32
+
+
+class Op(NamedTuple):
+    """One op; `eager` and `fused_add` take the inputs in order and the factors by name."""
+
+    name: str
+    inputs: dict[str, Shape]
+    factors: dict[str, Any]
+    floor: tuple[float, float]
+    # What a compiler moves that fuses all elementwise work into one pass per norm
+    # and sums a gain's gradient in the same pass, but makes two norms two kernels.
+    compiled: tuple[float, float] | None
+    eager: Callable[..., tuple[Tensor, ...]]  # takes the norm to use first
+    fused_add: Callable[..., tuple[Tensor, ...]] | None = None  # and Liger's add + norm
+    normed: bool = True  # whether a norm is part of it
+
+    def run(self, fn: Callable[..., Any], inputs: list[Tensor]) -> tuple[Tensor, ...]:
+        """fn, with the signature of deeploop.kernels, on the inputs."""
+        return fn(*inputs, **self.factors, **({"eps": EPS} if self.normed else {}))
+
+    def make_inputs(
+        self,
+        n_rows: int,
+        d: int,
+        dtype: torch.dtype,
+        device: str | torch.device,
+        gain_dtype: torch.dtype = torch.float32,
+    ) -> list[Tensor]:
+        """Random leaves; rows of that dtype, the rest float32, as a model keeps them."""
+        sizes = {"T": n_rows, "d": d, "E": N_EXPERTS}
+        made = []
+        for shape in self.inputs.values():
+            x = torch.randn([sizes[letter] for letter in shape], device=device)
+            if shape == GAIN:
+                x = x.mul_(0.1).add_(1.0).to(gain_dtype)
+            elif shape == EXPERTS:
+                x.div_(d**0.5)
+            elif shape == ROWS:
+                x = x.to(dtype)
+            made.append(x if shape == BIAS else x.requires_grad_())
+        return made
+
+
+# ---------------------------------------------------------------------------
+# Best eager, by op
+
+
+def _post_sandwich(norm: Norm, h, f, w_out, w_next, *, alpha):
+    h = norm(torch.add(f, h, alpha=alpha), w_out)
+    return h, norm(h, w_next)
+
+
+def _pre_norm(norm: Norm, h, f, w_next, *, scale):
+    h = torch.add(h, f, alpha=scale)
+    return h, norm(h, w_next)
+
+
+def _pre_norm_fused(norm: Norm, add_norm, h, f, w_next, *, scale):
+    """The add is part of Liger's kernel, a factor is not."""
+    n, h = add_norm(f if scale == 1.0 else f * scale, h, w_next)
+    return h, n
+
+
+def _branch_sandwich(norm: Norm, h, f, w_branch, w_next, *, scale):
+    h = torch.add(h, norm(f, w_branch), alpha=scale)
+    return h, norm(h, w_next)
+
+
+def _branch_sandwich_fused(norm: Norm, add_norm, h, f, w_branch, w_next, *, scale):
+    f = norm(f, w_branch)
+    n, h = add_norm(f if scale == 1.0 else f * scale, h, w_next)
+    return h, n
+
+
+def _looping(norm: Norm, h, f, local, glob, w_next, *, scale, decay, read_local, read_global):
+    local = torch.add(local * decay, f, alpha=scale)
+    h = torch.add(torch.add(h, local, alpha=read_local), glob, alpha=read_global)
+    return h, local, norm(h, w_next)
+
+
+def _looping_two(norm: Norm, h, f, local, glob, w_next, *, scale, decay, read_local, read_global):
+    own = f * scale
+    local, glob = torch.add(own, local, alpha=decay), torch.add(own, glob, alpha=decay)
+    h = torch.add(torch.add(h, local, alpha=read_local), glob, alpha=read_global)
+    return h, local, glob, norm(h, w_next)
+
+
+def _inject(norm: Norm, h, x, w_next, *, keep, add):
+    h = torch.lerp(h, x, add)  # keep is 1 - add here
+    return h, norm(h, w_next)
+
+
+def _router(norm: Norm, x, w, bias, *, top_k):
+    logits = F.linear(x.float(), w)
+    scores = logits.sigmoid()
+    indices = (scores + bias).topk(top_k).indices
+    weights = scores.gather(1, indices)
+    load = torch.bincount(indices.flatten(), minlength=w.shape[0])
+    return weights / weights.sum(1, True), indices, load, logits.logsumexp(1).square().mean()
+
+
+_SANDWICH = {"h": ROWS, "f": ROWS, "w_out": GAIN, "w_next": GAIN}
+_BRANCH = {"h": ROWS, "f": ROWS, "w_branch": GAIN, "w_next": GAIN}
+_LOOPING = {"h": ROWS, "f": ROWS, "local": ROWS, "glob": ROWS, "w_next": GAIN}
+_READS = {"scale": 0.5, "decay": 0.9, "read_local": 0.7, "read_global": 0.3}
+
+# scale = 1 where a peer has no factor: it is met at its best.
+OPS = [
+    Op("post_sandwich", _SANDWICH, {"alpha": 2.5}, (4, 6), (5, 9), _post_sandwich),
+    Op(
+        "pre_norm", {"h": ROWS, "f": ROWS, "w_next": GAIN}, {"scale": 1.0},
+        (4, 5), (4, 5), _pre_norm, _pre_norm_fused,
+    ),
+    Op(
+        "branch_sandwich", _BRANCH, {"scale": 1.0},
+        (4, 6), (5, 7), _branch_sandwich, _branch_sandwich_fused,
+    ),
+    Op("looping_update", _LOOPING, _READS, (7, 8), (7, 8), _looping),
+    Op("looping_update_two", _LOOPING, _READS, (8, 9), (8, 9), _looping_two),
+    Op(
+        "inject", {"h": ROWS, "x": ROWS, "w_next": GAIN}, {"keep": 0.7, "add": 0.3},
+        (4, 5), (4, 5), _inject,
+    ),
+    Op(
+        "sigmoid_router", {"x": ROWS, "w": EXPERTS, "bias": BIAS}, {"top_k": 4},
+        (1, 2), None, _router, normed=False,
+    ),
+]  # fmt: skip
+OPS = [op for op in OPS if op.name in kernels.__all__]
+
+
+# ---------------------------------------------------------------------------
+# Contenders
+
+
+class Contender(NamedTuple):
+    """A way to compute an op; `gains` is the dtype its gains come in (None: the rows')."""
+
+    name: str
+    run: Callable[[list[Tensor]], tuple[Tensor, ...]]
+    gains: torch.dtype | None = torch.float32
+
+
+def contenders(op: Op, norm: Norm | None = None) -> tuple[list[Contender], dict[str, str]]:
+    """All but compile; and why those that are missing are missing. `norm`: eager's."""
+    found = [
+        Contender("ours", functools.partial(op.run, getattr(kernels, op.name))),
+        # F.rms_norm takes its fused path only where gain and rows agree in dtype.
+        Contender("eager", lambda x: op.eager(norm or torch_norm, *x, **op.factors), None),
+        Contender("naive", functools.partial(op.run, getattr(reference, op.name))),
+    ]
+    missing = {}
+    for name, make in (("liger", _liger), ("apex", _apex)):
+        try:
+            found.append(make(op))
+        except ImportError as error:
+            missing[name] = f"not importable here: {error}"
+    return found, missing
+
+
+def compiled(op: Op) -> Contender:
+    """torch.compile of the reference, one graph."""
+    fn = torch.compile(getattr(reference, op.name), fullgraph=True, dynamic=False)
+    return Contender("compile", functools.partial(op.run, fn))
+
+
+def torch_norm(x: Tensor, w: Tensor) -> Tensor:
+    return F.rms_norm(x, (x.shape[-1],), w, EPS)
+
+
+def _liger(op: Op) -> Contender:
+    import liger_kernel.ops.fused_add_rms_norm as add_module
+    import liger_kernel.ops.rms_norm as norm_module
+
+    if interpreting():
+        # Its libdevice.rsqrt is machine code, which the interpreter cannot run.
+        norm_module.rsqrt = add_module.rsqrt = lambda x: 1.0 / norm_module.tl.sqrt(x)
+    # Not in place: it would overwrite a gradient that the sandwich still needs.
+    options = (EPS, 0.0, "gemma", False)
+
+    def norm(x: Tensor, w: Tensor) -> Tensor:
+        return norm_module.LigerRMSNormFunction.apply(x, w, *options)
+
+    def add_norm(x: Tensor, residual: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return add_module.LigerFusedAddRMSNormFunction.apply(x, residual, w, *options)
+
+    if op.fused_add is not None:
+        fused = op.fused_add
+        return Contender("liger", lambda x: fused(norm, add_norm, *x, **op.factors))
+    return Contender("liger", lambda x: op.eager(norm, *x, **op.factors))
+
+
+def _apex(op: Op) -> Contender:
+    # Another project owns the name `apex` on the index; this module is NVIDIA's.
+    from apex.normalization.fused_layer_norm import fused_rms_norm_affine
+
+    def norm(x: Tensor, w: Tensor) -> Tensor:
+        return fused_rms_norm_affine(x, w, (x.shape[-1],), EPS)
+
+    return Contender("apex", lambda x: op.eager(norm, *x, **op.factors), None)

@@ -1,0 +1,186 @@
+"""Passes over memory, op by op: the floor, ours, and everyone else's.
+
+    python -m bench.traffic [--d 4096] [--rows 64] [--dtype bf16 fp32] [--json]
+
+Needs no GPU. One pass is rows * d values of the op's dtype, read or written once.
+
+* ours and Liger: their Triton kernels run by Triton's interpreter; every lane of
+  every executed load and store is counted, an address once per launch and
+  direction; the PyTorch operators around the kernels count too.
+* eager and naive: operator by operator, each reading its inputs once and writing
+  its outputs once. eager's F.rms_norm counts as one kernel: forward one read and
+  one write, backward two reads and one write, its gain's gradient included (in
+  its favour: PyTorch sums that in a kernel that reads both again).
+* compile: a model, not a count: all elementwise work and column sums fused into
+  one pass per norm, two norms in two kernels. What torch.compile really emits
+  depends on version and shape; the timed bench runs it.
+
+A pass counts tensors of rows * d values or more. Beside them come statistics
+(O(rows)), gains and partial sums of their gradients (O(d) each). `asked` is ours
+with every repeated read of an address counted, gains included: those repeats are
+meant to come out of L1 and L2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.counting import Step, count, interpreting
+from bench.ops import EPS, OPS, Contender, Op, contenders
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+COLUMNS = ("floor", "ours", "liger", "eager", "naive", "compile")
+
+
+# ---------------------------------------------------------------------------
+# F.rms_norm as it runs on CUDA: one operator each way. On a CPU it is a chain.
+
+
+@torch.library.custom_op("deeploop_bench::rms_norm", mutates_args=())
+def _one_norm(x: Tensor, w: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    y = x.float()
+    r = torch.rsqrt(y.square().mean(-1) + eps)
+    return (y * r[:, None] * w.float()).to(x.dtype), r
+
+
+@torch.library.custom_op("deeploop_bench::rms_norm_backward", mutates_args=())
+def _one_norm_backward(dy: Tensor, x: Tensor, w: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+    y, g = x.float() * r[:, None], dy.float()
+    gw = g * w.float()
+    dx = r[:, None] * (gw - y * (gw * y).mean(-1, keepdim=True))
+    return dx.to(x.dtype), (g * y).sum(0).to(w.dtype)
+
+
+def _save(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:2], output[1])
+
+
+def _gradients(ctx, dy, _):
+    return *_one_norm_backward(dy, *ctx.saved_tensors), None
+
+
+_one_norm.register_autograd(_gradients, setup_context=_save)
+
+
+def one_norm(x: Tensor, w: Tensor) -> Tensor:
+    return _one_norm(x, w, EPS)[0]
+
+
+# ---------------------------------------------------------------------------
+# Counting
+
+
+def steps_of(
+    op: Op, contender: Contender, n_rows: int, d: int, dtype: torch.dtype
+) -> tuple[list[Step], list[Step]]:
+    """What the forward and the backward (every gradient) execute."""
+    inputs = op.make_inputs(n_rows, d, dtype, "cpu", contender.gains or dtype)
+    with count() as forward:
+        outputs = contender.run(inputs)
+    used = [y for y in outputs if y is not None and y.requires_grad]
+    gradients = [torch.randn(y.shape).to(y.dtype) for y in used]
+    with count() as backward:
+        torch.autograd.grad(used, [x for x in inputs if x.requires_grad], gradients)
+    return forward, backward
+
+
+def summary(steps: list[Step], n_rows: int, d: int, itemsize: int) -> dict[str, Any]:
+    """Passes, and what comes beside them in bytes."""
+    moved = [m for step in steps for m in step.moved]
+    one_pass = n_rows * d * itemsize
+    beside = [m for m in moved if _values(m.shape) < n_rows * d]
+    return {
+        "passes": sum(m.unique for m in moved if _values(m.shape) >= n_rows * d) / one_pass,
+        "asked": sum(m.requested for m in moved) / one_pass,
+        "statistics_per_row": sum(m.unique for m in beside if m.shape[:1] == (n_rows,)) / n_rows,
+        "gains": sum(m.unique for m in beside if m.shape[:1] != (n_rows,)),
+        "kernels": [step.name for step in steps if step.kernel],
+        "operators": [step.name for step in steps if not step.kernel],
+    }
+
+
+def _values(shape: tuple[int, ...]) -> int:
+    return int(torch.Size(shape).numel())
+
+
+def measure(op: Op, n_rows: int, d: int, name: str) -> list[dict[str, Any]]:
+    """One record per direction: passes of every contender that is there."""
+    dtype = DTYPES[name]
+    records = [
+        {
+            "op": op.name, "direction": direction, "dtype": name, "rows": n_rows, "d": d,
+            "floor": op.floor[i], "compile": op.compiled and op.compiled[i], "counted": {},
+        }
+        for i, direction in enumerate(("forward", "backward"))
+    ]  # fmt: skip
+    for contender in contenders(op, one_norm)[0]:
+        if contender.name == "apex":
+            continue  # CUDA only, and its kernels are not Triton's
+        both = steps_of(op, contender, n_rows, d, dtype)
+        for record, steps in zip(records, both, strict=True):
+            record["counted"][contender.name] = summary(steps, n_rows, d, dtype.itemsize)
+    return records
+
+
+# ---------------------------------------------------------------------------
+# Printing
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    lines = [
+        "| op | | dtype | " + " | ".join(COLUMNS) + " | asked | bytes per row | gains, KiB |",
+        "|---|---|---|" + "---:|" * (len(COLUMNS) + 3),
+    ]
+    for r in records:
+        cells = []
+        for column in COLUMNS:
+            value = r.get(column, r["counted"].get(column, {}).get("passes"))
+            cells.append("-" if value is None else f"{value:.4g}")
+        ours = r["counted"]["ours"]
+        cells += [f"{ours['asked']:.3g}", f"{ours['statistics_per_row']:.3g}"]
+        cells.append(f"{ours['gains'] / 1024:.4g}")
+        lines.append(f"| {r['op']} | {r['direction']} | {r['dtype']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="bench.traffic", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--d", type=int, nargs="+", default=[4096])
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bf16", "fp32"])
+    parser.add_argument("--op", nargs="+", choices=[op.name for op in OPS])
+    parser.add_argument("--json", action="store_true", help="records instead of tables")
+    options = parser.parse_args(argv)
+    if not interpreting():
+        # Triton decides when it is imported: start over in a process that says so.
+        command = [sys.executable, "-m", "bench.traffic", *(argv or sys.argv[1:])]
+        return subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}).returncode
+    chosen = [op for op in OPS if not options.op or op.name in options.op]
+    records: list[dict[str, Any]] = []
+    for d in options.d:
+        found = [
+            record
+            for op in chosen
+            for name in options.dtype
+            for record in measure(op, options.rows, d, name)
+        ]
+        records += found
+        if not options.json:
+            print(f"\nPasses over [rows, d]: {options.rows} rows, d = {d}, float32 gains\n")
+            print(table(found), flush=True)
+    if options.json:
+        print(json.dumps(records))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
