@@ -1,9 +1,14 @@
 import io
 
 import pytest
+from hypothesis import settings
 from rich.console import Console
 
 from deeploop.config import Config, DataConfig, ModelConfig, TrainConfig
+
+# How long an example takes says how busy the machine is, and nothing of the code.
+settings.register_profile("deeploop", deadline=None)
+settings.load_profile("deeploop")
 
 
 @pytest.fixture

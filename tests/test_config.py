@@ -23,6 +23,17 @@ def test_arms_of_a_preset_differ_in_the_arm_alone():
     assert ours.train == base.train and ours.data == base.data
 
 
+@pytest.mark.parametrize("name", [n for n in presets() if n.startswith("gpt2")])
+def test_presets_train_as_the_papers_do(name):
+    model, data, train = preset(name).model, preset(name).data, preset(name).train
+    assert (model.d_model, model.n_layers) == ((768, 12) if "small" in name else (1024, 24))
+    assert model.d_model // model.n_heads == 128 and model.qk_norm
+    assert data.tokenizer == "gpt2" and model.vocab_size == 50304
+    assert (train.steps, train.batch_size, model.seq_len) == (100_000, 480, 1024)
+    assert (train.lr, train.schedule, train.warmup * train.steps) == (1e-3, "cosine", 2000)
+    assert (train.beta1, train.beta2, train.weight_decay, train.clip) == (0.9, 0.95, 0.1, 1.0)
+
+
 def test_unknown_preset_names_the_nearest():
     with pytest.raises(InputError, match=r"'deeploop-tinny'.*deeploop-tiny"):
         preset("deeploop-tinny")

@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import pytest
@@ -31,16 +32,25 @@ def test_validation_covers_every_target_once(model, corpus_file):
         assert validate(model, corpus, batch, "fp32") == pytest.approx(expected, rel=1e-5)
 
 
+def test_validation_keeps_no_graph(model, corpus_file):
+    graphs = []
+    model.embedding.register_forward_hook(lambda *_: graphs.append(torch.is_grad_enabled()))
+    validate(model, load_corpus(str(corpus_file)), 64, "fp32", tokens=16)
+    assert graphs == [False]
+
+
 def test_a_token_limit_shortens_validation(model, corpus_file):
     corpus = load_corpus(str(corpus_file))
-    assert validate(model, corpus, 2, "fp32", tokens=32) == pytest.approx(
-        validate(model, corpus, 1, "fp32", tokens=32), rel=1e-5
-    )
+    short = validate(model, corpus, 1, "fp32", tokens=32)
+    assert validate(model, corpus, 2, "fp32", tokens=32) == pytest.approx(short, rel=1e-5)
+    assert validate(model, corpus, 2, "fp32") != pytest.approx(short, rel=1e-5)
 
 
 def test_bits_per_byte_of_bytes_are_bits_per_token(corpus_file):
     corpus = load_corpus(str(corpus_file))
     assert bits_per_byte(math.log(2), corpus) == pytest.approx(1.0)
+    wide = dataclasses.replace(corpus, val_bytes=3 * len(corpus.val))
+    assert bits_per_byte(math.log(2), wide) == pytest.approx(1 / 3)
 
 
 def test_the_bf16_error_of_a_shared_weights_gradient_does_not_grow_with_the_loops():

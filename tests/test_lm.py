@@ -8,16 +8,28 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounter
 
-from deeploop.config import ModelConfig, presets
+from deeploop.config import ModelConfig, preset, presets
 from deeploop.errors import InputError
-from deeploop.layers import Attention
+from deeploop.layers import Attention, Place
 from deeploop.lm import LoopLM, count_parameters
+from deeploop.visits import update, walk
 
 ARMS = ["baseline", "deepnorm", "deeploop"]
+# Not the defaults, so that a value written into the code shows.
+EPS, ROPE_BASE = 1e-2, 100.0
 
 
 def small(**changes) -> ModelConfig:
-    base = ModelConfig(d_model=24, n_layers=2, loops=3, n_heads=2, vocab_size=31, seq_len=16)
+    base = ModelConfig(
+        d_model=24,
+        n_layers=2,
+        loops=3,
+        n_heads=2,
+        vocab_size=31,
+        seq_len=16,
+        norm_eps=EPS,
+        rope_base=ROPE_BASE,
+    )
     return dataclasses.replace(base, **changes)
 
 
@@ -36,8 +48,8 @@ def tokens(batch=2, length=16, vocab=31):
     return torch.randint(0, vocab, (batch, length), generator=torch.Generator().manual_seed(1))
 
 
-def rms_norm(x, gain=None, eps=1e-6):
-    y = x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt()
+def rms_norm(x, gain=None):
+    y = x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt()
     return y if gain is None else y * gain
 
 
@@ -46,7 +58,7 @@ def plain_attention(branch: Attention, x, qk_norm=False):
     T, d = x.shape[1:]
     D = branch.head_dim
     wq, wk, wv = branch.qkv.weight.split(d)
-    angle = torch.arange(T, dtype=x.dtype)[:, None] * 10000.0 ** (
+    angle = torch.arange(T, dtype=x.dtype)[:, None] * ROPE_BASE ** (
         -torch.arange(0, D, 2, dtype=x.dtype) / D
     )
     turn = torch.polar(torch.ones_like(angle), angle)
@@ -107,6 +119,12 @@ def test_loops_share_one_set_of_storages(arm):
     assert model.logits(model(tokens())).shape[-1] == 31  # tied: no head among them
 
 
+def test_parameters_of_one_storage_count_once():
+    weight = torch.zeros(3, 4)
+    tied = torch.nn.ParameterList([torch.nn.Parameter(weight), torch.nn.Parameter(weight.T)])
+    assert count_parameters(tied) == 12
+
+
 @pytest.mark.parametrize("arm", ARMS)
 def test_shared_weights_get_the_sum_of_their_visits_gradients(arm):
     """Looping equals an unrolled model of K*R untied copies; gradients add up over copies."""
@@ -133,13 +151,16 @@ def test_shared_weights_get_the_sum_of_their_visits_gradients(arm):
 def test_preset_sizes_are_the_papers(name):
     with torch.device("meta"):
         model = LoopLM(presets()[name].model)
-    expected = 123.6e6 if "small" in name else 353.5e6
-    assert sum(p.numel() for p in model.parameters()) == pytest.approx(expected, rel=0.01)
+    d, k, ff = (768, 12, 2048) if "small" in name else (1024, 24, 2752)
+    gains = 2 + 2 * k * (1 if "baseline" in name else 2)
+    size = sum(p.numel() for p in model.parameters())
+    assert size == 50304 * d + k * (4 * d * d + 3 * d * ff) + gains * d
+    assert size == pytest.approx(123.6e6 if "small" in name else 353.5e6, rel=0.005)
 
 
 @pytest.mark.parametrize("arm", ARMS)
 def test_beta_scales_v_o_and_ffn_but_not_q_and_k(arm):
-    config = small(arm=arm, d_model=128, n_heads=2)
+    config = small(arm=arm, d_model=128, n_heads=2, embed_std=0.05)
     model = LoopLM(config)
     d, ff = 128, config.ff_width
 
@@ -158,16 +179,19 @@ def test_beta_scales_v_o_and_ffn_but_not_q_and_k(arm):
             gate, up = branch.gate_up.weight.split(ff)
             for matrix in (gate, up, branch.out.weight.T):
                 assert gain(matrix, d, ff) == pytest.approx(config.beta, rel=0.05)
+    assert model.embedding.weight.std().item() == pytest.approx(0.05, rel=0.05)
     assert all((p == 1).all() for n, p in model.named_parameters() if "gain" in n)
     assert (config.beta == 1) == (arm == "baseline")
 
 
 def test_other_loop_counts_keep_the_training_alpha():
+    """The first loops of a longer run are those of training, so alpha is too."""
     model, x = build(small()), tokens()
-    seen = []
-    model(x, loops=7, watch=lambda visit, h: seen.append(visit.loop))
-    assert max(seen) == 6 and len(seen) == 7 * 4
-    assert model.config.alpha == math.sqrt(2 * 2 * 3)
+    trained, longer = [], []
+    model(x, watch=lambda visit, h: trained.append(h))
+    model(x, loops=7, watch=lambda visit, h: longer.append(h))
+    assert len(trained) == 3 * 4 and len(longer) == 7 * 4
+    assert all(torch.equal(a, b) for a, b in zip(trained, longer, strict=False))
     with pytest.raises(InputError, match="loops=0"):
         model(x, loops=0)
 
@@ -221,13 +245,29 @@ def test_bf16_autocast_stays_near_float32(arm, length):
     assert F.mse_loss(low, exact) / exact.square().mean() < 1e-3
 
 
+def test_a_bfloat16_stream_would_lose_the_initial_updates():
+    """At 12 blocks x 7 loops f is below half an ulp of alpha h, for 99% of values and more."""
+    paper = preset("gpt2-small-r7-deeploop").model
+    config = dataclasses.replace(paper, n_layers=1, loops=84, vocab_size=64)  # as many visits
+    assert config.alpha == paper.alpha == pytest.approx(12.96, abs=0.01)
+    torch.manual_seed(0)
+    model, x = LoopLM(config), tokens(length=64, vocab=64)
+    h, n = model.enter(x)
+    place = Place(*model.rope(x, None, n.dtype), slot=0)
+    for visit in walk(model.sublayers, 1, model.gain_final):
+        f = visit.sublayer.branch(n, place)
+        stream = (config.alpha * h).bfloat16()
+        assert ((stream + f).bfloat16() == stream).float().mean() > 0.99
+        h, n = update(config, h, f, visit)
+
+
 def test_the_stream_stays_float32_under_autocast():
-    """alpha h + f would lose f in bfloat16: at depth 168 f is below half an ulp of alpha h."""
     seen = []
     model = build(small()).float()
     with torch.autocast("cpu", torch.bfloat16):
+        h, n = model.enter(tokens())
         model(tokens(), watch=lambda visit, h: seen.append(h.dtype))
-    assert set(seen) == {torch.float32}
+    assert {h.dtype, *seen} == {torch.float32} and n.dtype == torch.bfloat16
 
 
 def test_loop_counts_do_not_recompile():

@@ -17,6 +17,14 @@ def test_wsd_is_ten_eighty_ten():
     assert rates[99] == pytest.approx(0.1)
 
 
+def test_wsd_decays_over_its_share_to_the_floor():
+    config = TrainConfig(steps=100, lr=2.0, decay=0.4, min_lr=0.1)
+    rates = [learning_rate(step, config) for step in range(100)]
+    assert rates[60] == 2.0 and rates[61] < 2.0
+    assert rates[80] == pytest.approx(2.0 * (0.1 + 0.9 * 0.5))
+    assert rates[99] == pytest.approx(2.0 * (0.1 + 0.9 / 40))
+
+
 def test_cosine_starts_at_the_peak_and_ends_near_the_floor():
     config = TrainConfig(steps=1000, lr=2.0, schedule="cosine", warmup=0.02, min_lr=0.1)
     rates = [learning_rate(step, config) for step in range(1000)]
@@ -36,7 +44,9 @@ def test_short_runs_have_finite_positive_rates(schedule, steps):
 
 def test_only_matrices_decay():
     model = LoopLM(ModelConfig(d_model=16, n_heads=2, n_layers=1, loops=1, vocab_size=11))
-    decayed, kept = adamw(model, TrainConfig(weight_decay=0.3)).param_groups
+    config = TrainConfig(weight_decay=0.3, beta1=0.8, beta2=0.99)
+    decayed, kept = adamw(model, config).param_groups
+    assert decayed["betas"] == kept["betas"] == (0.8, 0.99)
     assert decayed["weight_decay"] == 0.3 and kept["weight_decay"] == 0
     assert {p.dim() for p in decayed["params"]} == {2}
     assert {p.dim() for p in kept["params"]} == {1}
@@ -52,6 +62,16 @@ def test_clip_returns_the_norm_before_and_bounds_it_after():
     assert layer.bias.grad.tolist() == [2.0] * 3
     assert clip_gradients(layer, 1.0).item() == pytest.approx(before)
     assert clip_gradients(layer, 0.0).item() == pytest.approx(1.0, rel=1e-4)
+
+
+def test_a_step_moves_by_the_rate_it_is_given():
+    """Adam's first step is lr * sign(gradient)."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = adamw(model, TrainConfig(lr=7.0, weight_decay=0.0))
+    before = model.weight.detach().clone()
+    model(torch.ones(4)).sum().backward()
+    step_if_finite(optimizer, torch.tensor(1.0), 0.125)
+    torch.testing.assert_close(before - model.weight, torch.full((4, 4), 0.125))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

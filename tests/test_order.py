@@ -193,5 +193,7 @@ def test_ngram_bits_by_hand(monkeypatch):
         # targets of train: 1 0 1 0 2; pairs 01 10 01 10 02; targets of val: 1 0 2
         assert unigram == pytest.approx(-np.log2((3 / 8) * (3 / 8) * (2 / 8)) / 3)
         assert bigram == pytest.approx(-np.log2((3 / 6) * (3 / 5) * (2 / 6)) / 3)
+        longer = stream_of([0, 1, 0, 1, 0, 2, 2, 2, 2], 3), stream_of([0, 1, 0, 2], 3)
+        assert ngram_bits(*longer, 3, max_tokens=6) == pytest.approx((unigram, bigram))
     assert ngram_bits(train, val, 5000)[1] is None
     refused(lambda: ngram_bits(train, val.view(0, 1), 3), "1 tokens")

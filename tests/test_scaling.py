@@ -74,6 +74,7 @@ def test_hierarchical_blocks():
     assert released == 8
     assert scaling.alpha(released) == pytest.approx(4.0)
     assert scaling.beta(released) == pytest.approx(0.125)
+    assert scaling.hierarchical_blocks(2, 3, 5) == 2 + 5 * 3
 
 
 def test_all_rules_are_finite_at_extreme_depth():
