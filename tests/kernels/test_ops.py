@@ -184,6 +184,15 @@ def test_bfloat16_is_no_worse_than_eager_bfloat16(op):
         assert (a.double() - e).norm() <= 1.05 * (b.double() - e).norm()
 
 
+@every_op
+def test_n_comes_from_the_unrounded_h(op):
+    """n is the exact one rounded once: a rounded h' on the way would move a third of it."""
+    inputs = make_inputs(op, (64, 256), torch.bfloat16)
+    _, n = op.fused(*inputs, op.factor, EPS)
+    _, exact = op.reference(*double(inputs), op.factor, EPS)
+    assert (n != exact.bfloat16()).double().mean() < 0.01
+
+
 # ---------------------------------------------------------------------------
 # Bad input
 
