@@ -50,6 +50,7 @@ class Trainer:
             # then depends on the number of loops.
             for sublayer in self.model.sublayers:
                 sublayer.branch.compile()
+        self.micro = config.train.micro_batch or config.train.batch_size
         self.done = 0
         self.bad = torch.zeros((), dtype=torch.bool, device=self.device)
         self.speed = Speed(config.train.batch_size * config.model.seq_len)
@@ -91,8 +92,7 @@ class Trainer:
         rms: list[Tensor] = []
         seen = watch_loops(rms, self.model) if watch else None
         loss = torch.zeros((), device=self.device)
-        micro = t.micro_batch or t.batch_size
-        for x, y in zip(inputs.split(micro), targets.split(micro), strict=True):
+        for x, y in zip(inputs.split(self.micro), targets.split(self.micro), strict=True):
             with autocast(self.device, t.precision):
                 n = self.model(self.send(x), watch=seen)
                 part = linear_cross_entropy(n, self.model.embedding.weight, self.send(y)) / count
@@ -148,7 +148,7 @@ class Trainer:
         """Validate and write it down; returns nats per held-out token."""
         t = self.config.train
         with self.speed.paused():
-            loss = validate(self.model, self.corpus, t.batch_size, t.precision, t.eval_tokens)
+            loss = validate(self.model, self.corpus, self.micro, t.precision, t.eval_tokens)
         bits = bits_per_byte(loss, self.corpus)
         said = "" if bits is None else f" ({bits:.3f} bits/byte)"
         self.metrics.write(step=self.done, val_loss=loss, val_bits_per_byte=bits)
@@ -165,7 +165,7 @@ class Trainer:
         """Raise Diverged once a loss or gradient was not finite, naming the worst visit."""
         if not self.bad:
             return
-        worst = largest_rms(self.model, self.batch()[0].to(self.device))
+        worst = largest_rms(self.model, self.batch()[0][: self.micro].to(self.device))
         kept = checkpoint.steps(self.folder)
         raise Diverged(
             f"loss or gradient is not finite by step {self.done}, largest residual at {worst}; "

@@ -13,6 +13,7 @@ import torch
 
 from deeploop import checkpoint
 from deeploop.errors import Diverged, InputError
+from deeploop.optim import learning_rate
 from deeploop.start import open_run
 from deeploop.train import due
 
@@ -40,6 +41,8 @@ def test_a_run_learns_and_leaves_what_it_promises(config, quiet, tmp_path):
     losses = [m["loss"] for m in lines if "loss" in m]
     assert [m["step"] for m in lines if "loss" in m] == [5, 10, 15, 20]
     assert [m["step"] for m in lines if "val_loss" in m] == [10, 20]
+    rates = [learning_rate(step - 1, config.train) for step in (5, 10, 15, 20)]
+    assert [m["lr"] for m in lines if "loss" in m] == rates
     assert losses[-1] < losses[0]
     assert all(len(m["residual_rms"]) == 2 for m in lines if "loss" in m)
     assert json.loads((run / "summary.json").read_text()) == summary
@@ -100,6 +103,26 @@ def test_accumulation_equals_the_whole_batch(config, quiet, tmp_path):
     for other in gradients[1:]:
         for a, b in zip(gradients[0], other, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
+
+
+def test_a_step_clips_and_takes_the_rate_of_its_place(config, quiet):
+    trainer = open_run(config.replace("train", clip=1e-3, warmup=0.5), quiet)
+    trainer.optimizer.zero_grad = lambda set_to_none: None
+    trainer.done = 4
+    _, before, _ = trainer.step(watch=False)
+    after = torch.nn.utils.get_total_norm([p.grad for p in trainer.model.parameters()])
+    assert before > 1e-2 and after == pytest.approx(1e-3, rel=1e-2)
+    rates = {group["lr"] for group in trainer.optimizer.param_groups}
+    assert rates == {learning_rate(4, trainer.config.train)}
+
+
+def test_no_forward_is_larger_than_a_micro_batch(config, quiet):
+    """Validation included: micro_batch is what fits the device."""
+    trainer = open_run(config.replace("train", micro_batch=2, steps=1), quiet)
+    rows = []
+    trainer.model.embedding.register_forward_hook(lambda _, args, out: rows.append(len(args[0])))
+    trainer.fit()
+    assert max(rows) == 2
 
 
 def test_old_checkpoints_are_pruned_newest_kept(config, quiet, tmp_path):
