@@ -25,7 +25,7 @@ def autocast(device: torch.device, precision: str) -> contextlib.AbstractContext
 
 @torch.no_grad()
 def validate(model: LoopLM, corpus: Corpus, batch: int, precision: str, tokens: int = 0) -> float:
-    """Mean cross-entropy in nats per held-out token.
+    """Mean cross-entropy in nats per held-out token, `batch` sequences a forward.
 
     Every token but the first is a target once, in windows of `seq_len` without
     overlap; `tokens` > 0 stops after about so many.

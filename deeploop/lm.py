@@ -1,7 +1,7 @@
 """LoopLM: a causal language model whose blocks run many times over.
 
-Source: DeepLoop, arXiv 2607.13491 (Eq. 3.1, setup of section 5); the pre-norm
-baseline is the same loop with h + f and no scaling.
+Source: DeepLoop, arXiv 2607.13491 (Eq. 3.1); the pre-norm baseline is the same
+loop with h + f and no scaling. Both norm the embedding and tie the head to it.
 """
 
 import math
@@ -112,7 +112,8 @@ class LoopLM(nn.Module):
 def init_weights(model: LoopLM) -> None:
     """Xavier-normal matrices, with gain beta on V, O and the FFN, never on Q and K.
 
-    beta acts here and only here (DeepLoop section 3, DeepNet table 1); norm
+    beta acts here and only here. The matrices it scales and the Xavier base are
+    DeepNet's (arXiv 2203.00555): what DeepLoop starts from it leaves unstated. Norm
     gains start at 1, the embedding at `embed_std`.
     """
     config = model.config
