@@ -5,6 +5,7 @@ name; `reference` is the specification in plain PyTorch.
 """
 
 from .branch_sandwich import branch_sandwich
+from .expert_combine import expert_combine
 from .inject import inject
 from .looping_update import (
     looping_carry,
@@ -15,9 +16,11 @@ from .looping_update import (
 )
 from .post_sandwich import post_sandwich
 from .pre_norm import pre_norm
+from .sigmoid_router import sigmoid_router
 
 __all__ = [
     "branch_sandwich",
+    "expert_combine",
     "inject",
     "looping_carry",
     "looping_coefficients",
@@ -25,5 +28,6 @@ __all__ = [
     "looping_update_two",
     "post_sandwich",
     "pre_norm",
+    "sigmoid_router",
     "two_memory_coefficients",
 ]

@@ -80,10 +80,9 @@ def expert_combine(
     """y = weighted sum of each token's expert rows + shared, then as branch_sandwich."""
     dtype = compute_dtype(h, routed, weights, shared, w_branch, w_next)
     kept = slots >= 0
-    rows = routed.to(dtype)[slots.clamp(min=0).long()] if len(routed) else routed[:1].to(dtype)
-    rows = torch.where(kept[..., None], rows, 0)
-    y = (torch.where(kept, weights, 0).to(dtype)[..., None] * rows).sum(1)
-    y = y.reshape(h.shape)
+    token, _ = kept.nonzero(as_tuple=True)
+    rows = weights.to(dtype)[kept][:, None] * routed.to(dtype)[slots[kept].long()]
+    y = rows.new_zeros(slots.shape[0], h.shape[-1]).index_add(0, token, rows).reshape(h.shape)
     if shared is not None:
         y = y + shared.to(dtype)
     h_new = h.to(dtype) + scale * rms_norm(y, w_branch, eps)

@@ -25,7 +25,7 @@ def test_widest_rows_do_not_spill(op, dtype):
     x = torch.empty(4096, rows.MAX_D, dtype=dtype, device="meta")
     for launch in op.aot_launches(x, torch.empty(rows.MAX_D, device="meta")).values():
         report = aot.read_cubin(aot.compile_launch(launch, 90))
-        assert report.failures(rows.MAX_D) == []
+        assert report.failures(rows.MAX_D, aot.least_share(op)) == []
 
 
 @triton.jit
