@@ -11,6 +11,7 @@ Each record (benchmark.extra_info["contenders"]) holds, in seconds and bytes:
 
 * seconds: median of one call. On CUDA: a graph replay between two events, L2
   flushed before, so launch overhead is not in it;
+* spread: the middle half of the rounds over their median;
 * call_seconds: median of one eager call, wall clock, device waited for (on a CPU
   the same as seconds). What it has over `seconds` is mostly launch overhead;
 * gb_per_s and of_copy: the op's floor in bytes over `seconds`, and its share of
@@ -52,6 +53,7 @@ from bench.timing import (
     kernel_names,
     peak_of,
     relative_error,
+    spread,
 )
 from deeploop.device import device_name, pick_device
 from deeploop.kernels import reference, rows
@@ -157,7 +159,10 @@ def exact_results(
     op: Op, inputs: list[Tensor], dtype: torch.dtype
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Random output gradients; the differentiable outputs and all gradients in float64."""
-    wide = [x.detach().double().requires_grad_(x.requires_grad) for x in inputs]
+    wide = [
+        (x.detach().double() if x.is_floating_point() else x).requires_grad_(x.requires_grad)
+        for x in inputs
+    ]
     outputs = [y for y in op.run(getattr(reference, op.name), wide) if y is not None]
     outputs = [y for y in outputs if y.requires_grad]
     gradients = [torch.randn(y.shape, device=DEVICE).to(dtype) for y in outputs]
@@ -230,6 +235,7 @@ def medians(
     return {
         name: {
             "seconds": statistics.median(seconds),
+            "spread": spread(seconds),
             "call_seconds": statistics.median(wall[name]),
         }
         for name, seconds in device.items()

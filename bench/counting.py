@@ -166,7 +166,8 @@ def _counted_launches(steps: list[Step]) -> Iterator[None]:
 
         def run(*args: Any) -> Any:
             pointers, active = args[pointer], args[mask].data if mask else True
-            active = np.broadcast_to(active, pointers.data.shape)
+            # The interpreter keeps some masks as integers; those would index, not select.
+            active = np.broadcast_to(active, pointers.data.shape).astype(bool)
             itemsize = pointers.get_element_ty().primitive_bitwidth // 8
             for direction in directions:
                 launches[-1].touch(direction, pointers.data[active], itemsize)

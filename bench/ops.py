@@ -36,7 +36,8 @@ Norm = Callable[[Tensor, Tensor], Tensor]
 
 Shape = tuple[str, ...]
 ROWS, GAIN, EXPERTS, BIAS = ("T", "d"), ("d",), ("E", "d"), ("E",)
-N_EXPERTS = 32
+ROUTED, SLOTS, WEIGHTS = ("S", "d"), ("T", "k"), ("T", "k")
+N_EXPERTS, TOP_K = 32, 4  # E and k; S = T * k rows come from the experts
 
 
 class Op(NamedTuple):
@@ -66,15 +67,19 @@ class Op(NamedTuple):
         gain_dtype: torch.dtype = torch.float32,
     ) -> list[Tensor]:
         """Random leaves; rows of that dtype, the rest float32, as a model keeps them."""
-        sizes = {"T": n_rows, "d": d, "E": N_EXPERTS}
+        sizes = {"T": n_rows, "d": d, "E": N_EXPERTS, "k": TOP_K, "S": n_rows * TOP_K}
         made = []
-        for shape in self.inputs.values():
+        for name, shape in self.inputs.items():
+            if name == "slots":
+                slots = torch.randperm(sizes["S"], device=device, dtype=torch.int32)
+                made.append(slots.view(n_rows, TOP_K))
+                continue
             x = torch.randn([sizes[letter] for letter in shape], device=device)
             if shape == GAIN:
                 x = x.mul_(0.1).add_(1.0).to(gain_dtype)
             elif shape == EXPERTS:
                 x.div_(d**0.5)
-            elif shape == ROWS:
+            elif shape in (ROWS, ROUTED):
                 x = x.to(dtype)
             made.append(x if shape == BIAS else x.requires_grad_())
         return made
@@ -138,6 +143,28 @@ def _router(norm: Norm, x, w, bias, *, top_k):
     return weights / weights.sum(1, True), indices, load, logits.logsumexp(1).square().mean()
 
 
+def _gathered(h, routed, slots, weights, shared):
+    """The weighted sum of each token's rows, and the shared expert's row."""
+    rows = routed.index_select(0, slots.flatten()).view(*slots.shape, -1)
+    return torch.baddbmm(shared[:, None], weights.to(h.dtype)[:, None], rows)[:, 0]
+
+
+def _combine(norm: Norm, h, routed, slots, weights, shared, w_branch, w_next, *, scale):
+    f = _gathered(h, routed, slots, weights, shared)
+    return _branch_sandwich(norm, h, f, w_branch, w_next, scale=scale)
+
+
+def _combine_fused(
+    norm: Norm, add_norm, h, routed, slots, weights, shared, w_branch, w_next, *, scale
+):
+    f = _gathered(h, routed, slots, weights, shared)
+    return _branch_sandwich_fused(norm, add_norm, h, f, w_branch, w_next, scale=scale)
+
+
+_COMBINE = {
+    "h": ROWS, "routed": ROUTED, "slots": SLOTS, "weights": WEIGHTS, "shared": ROWS,
+    "w_branch": GAIN, "w_next": GAIN,
+}  # fmt: skip
 _SANDWICH = {"h": ROWS, "f": ROWS, "w_out": GAIN, "w_next": GAIN}
 _BRANCH = {"h": ROWS, "f": ROWS, "w_branch": GAIN, "w_next": GAIN}
 _LOOPING = {"h": ROWS, "f": ROWS, "local": ROWS, "glob": ROWS, "w_next": GAIN}
@@ -161,8 +188,12 @@ OPS = [
         (4, 5), (4, 5), _inject,
     ),
     Op(
-        "sigmoid_router", {"x": ROWS, "w": EXPERTS, "bias": BIAS}, {"top_k": 4},
+        "sigmoid_router", {"x": ROWS, "w": EXPERTS, "bias": BIAS}, {"top_k": TOP_K},
         (1, 2), None, _router, normed=False,
+    ),
+    Op(
+        "expert_combine", _COMBINE, {"scale": 1.0},
+        (TOP_K + 4, 2 * TOP_K + 6), None, _combine, _combine_fused,
     ),
 ]  # fmt: skip
 OPS = [op for op in OPS if op.name in kernels.__all__]
@@ -190,6 +221,9 @@ def contenders(op: Op, norm: Norm | None = None) -> tuple[list[Contender], dict[
     ]
     missing = {}
     for name, make in (("liger", _liger), ("apex", _apex)):
+        if not op.normed:
+            missing[name] = f"nothing like {op.name}"
+            continue
         try:
             found.append(make(op))
         except ImportError as error:

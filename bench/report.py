@@ -48,6 +48,7 @@ def row(record: Record) -> str:
         record["dtype"],
         f"{record['floor_passes']:g}",
         f"{ours['seconds'] * 1e6:.1f}",
+        f"{ours['spread']:.0%}",
         f"{ours['call_seconds'] * 1e6:.1f}",
         f"{ours['gb_per_s']:.3g}",
         f"{ours['of_copy']:.0%}",
@@ -64,7 +65,8 @@ def row(record: Record) -> str:
 
 def kernel_table(records: list[Record]) -> str:
     first = records[0]
-    head = ["op", "", "rows x d", "dtype", "floor, passes", "us", "us per call", "GB/s", "of copy"]
+    head = ["op", "", "rows x d", "dtype", "floor, passes", "us", "spread", "us per call"]
+    head += ["GB/s", "of copy"]
     head += [*(f"{name} / ours" for name in BASELINES), "strongest / ours", "peak, MiB"]
     copies = [record["copy_gb_per_s"] for record in records]
     lines = [
@@ -75,7 +77,7 @@ def kernel_table(records: list[Record]) -> str:
         f"copy bandwidth {min(copies):.4g} GB/s measured here.",
         "",
         "GB/s is the op's floor in bytes over time; `us` has no launch overhead on CUDA, "
-        "`us per call` has.",
+        "`us per call` has; spread is the middle half of the rounds over their median.",
         "",
         "| " + " | ".join(head) + " |",
         "|---|---|---|---|" + "---:|" * (len(head) - 4),

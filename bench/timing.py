@@ -123,6 +123,12 @@ def ratio(times: dict[str, list[float]], slow: str, fast: str) -> float:
     return statistics.median(times[slow]) / statistics.median(times[fast])
 
 
+def spread(seconds: list[float]) -> float:
+    """The middle half of the times over their median: how much a median is worth."""
+    low, middle, high = statistics.quantiles(seconds, n=4)
+    return (high - low) / middle
+
+
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     """|actual - expected| / |expected| over the whole tensor; NaN stays NaN."""
     actual, expected = actual.double(), expected.double()
