@@ -17,7 +17,7 @@ def autocast(device: torch.device, precision: str) -> contextlib.AbstractContext
     Without autocast's weight cache: with it all visits of a weight share one
     bfloat16 copy and their gradients add up in bfloat16, an error that grows with
     the loops (measured against float32 at 16 loops: 0.9% with, 0.5% without,
-    which is that of a single visit).
+    no more than that of a single visit).
     """
     enabled = precision == "bf16"
     return torch.autocast(device.type, torch.bfloat16, enabled=enabled, cache_enabled=False)
