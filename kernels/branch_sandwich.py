@@ -221,11 +221,11 @@ def _(dh_new, dn, h, f, w_branch, w_next, r1, r2, scale, h_dtype, needs):
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     h, f, w_branch, w_next, scale, _, norm = inputs
-    _, _, r1, r2 = output
+    _, n, r1, r2 = output
     ctx.h_dtype = h.dtype
     kept = (h, r2) if norm else (None, None)
     ctx.save_for_backward(kept[0], f, w_branch, w_next, r1, kept[1], scale)
-    ctx.mark_non_differentiable(r1, r2)
+    ctx.mark_non_differentiable(r1, r2, *(() if norm else (n,)))
     ctx.set_materialize_grads(False)
 
 

@@ -281,7 +281,7 @@ def aot_launches(
     two: bool = False,
 ) -> dict[str, Launch]:
     """The launches of an op on rows like x, memories and gains (meta tensors), by name."""
-    k = Coefficients()
+    k = Coefficients(b=0.5, g=0.5, e=0.5, q=0.5, v=0.5)
     local_dtype = None if local is None else local.dtype
     glob_dtype = glob.dtype if two and glob is not None else None
     out, forward = forward_launch(x, x, local, glob, w, k, 1e-6, local_dtype, glob_dtype, norm=True)

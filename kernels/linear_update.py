@@ -254,12 +254,13 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    h, f, local, glob, w_next, numbers, _, _, glob_dtype, norm = inputs
-    h_new, _, _, _, r = output
+    h, f, local, glob, w_next, numbers, _, local_dtype, glob_dtype, norm = inputs
+    h_new, local_new, glob_new, n, r = output
     ctx.dtypes = [None if x is None else x.dtype for x in (h, f, local, glob)]
     ctx.has_glob = glob is not None or glob_dtype is not None
     ctx.save_for_backward(*((h_new, w_next, r) if norm else (None, None, None)), numbers)
-    ctx.mark_non_differentiable(r)
+    asked = ((local_new, local_dtype), (glob_new, glob_dtype), (n, norm or None))
+    ctx.mark_non_differentiable(r, *(x for x, asked_for in asked if asked_for is None))
     ctx.set_materialize_grads(False)
 
 
