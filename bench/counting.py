@@ -148,7 +148,7 @@ def _counted_launches(steps: list[Step]) -> Iterator[None]:
     builder = interpreter.interpreter_builder
     launches: list[_Memory] = []
 
-    class Executor(interpreter.GridExecutor):  # type: ignore[misc,name-defined]
+    class Executor(interpreter.GridExecutor):
         def __call__(self, *args: Any, **kwargs: Any) -> None:
             named = dict(zip(self.arg_names, args, strict=False)) | kwargs
             tensors = {name: x for name, x in named.items() if isinstance(x, Tensor)}

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ FLUSH_BYTES = 256 << 20  # several times any L2
 
 
 def interleaved(
-    contenders: dict[str, Callable[[], object]], rounds: int = 15, warmup: int = 3
+    contenders: Mapping[str, Callable[[], object]], rounds: int = 15, warmup: int = 3
 ) -> dict[str, list[float]]:
     """Seconds of each contender's rounds, A B A B ...; the device is waited for."""
 
@@ -33,7 +33,7 @@ def interleaved(
 
 
 def interleaved_on_device(
-    contenders: dict[str, Callable[[], object]], rounds: int = 30, warmup: int = 3
+    contenders: Mapping[str, Callable[[], object]], rounds: int = 30, warmup: int = 3
 ) -> dict[str, list[float]]:
     """Seconds between CUDA events around each call, A B A B ..., L2 flushed before each.
 
@@ -86,9 +86,9 @@ def copy_bandwidth(device: torch.device) -> float:
     n_bytes = (1 << 30) if device.type == "cuda" else (128 << 20)
     source = torch.randn(n_bytes // 2, device=device, dtype=torch.float32).to(torch.bfloat16)
     target = torch.empty_like(source)
-    run: dict[str, Callable[[], object]] = {"copy": lambda: target.copy_(source)}
     timed = interleaved_on_device if device.type == "cuda" else interleaved
-    return 2 * n_bytes / statistics.median(timed(run, rounds=10)["copy"]) / 1e9
+    seconds = timed({"copy": lambda: target.copy_(source)}, rounds=10)["copy"]
+    return 2 * n_bytes / statistics.median(seconds) / 1e9
 
 
 def peak_of(run: Callable[[], object]) -> int:

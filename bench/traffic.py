@@ -127,7 +127,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """One record per direction: passes of every contender that is there (or only of some)."""
     dtype = DTYPES[name]
-    records = [
+    records: list[dict[str, Any]] = [
         {
             "op": op.name, "direction": direction, "dtype": name, "rows": n_rows, "d": d,
             "floor": op.floor[i], "compile": op.compiled and op.compiled[i], "counted": {},

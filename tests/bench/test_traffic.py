@@ -15,7 +15,13 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 ROWS = 17  # a prime, and more than the programs of a launch
 ALLOWED = 1.03
-CASES = [(op, way, t) for op in OPS for way in ("forward", "backward") for t in ("bf16", "fp32")]
+# 1024 is a row in registers, 4096 one in chunks.
+SHAPES = [("bf16", 1024), ("fp32", 1024), ("bf16", 4096)]
+every_case = pytest.mark.parametrize(
+    ("op", "direction", "dtype", "d"),
+    [(op, way, *shape) for op in OPS for way in ("forward", "backward") for shape in SHAPES],
+    ids=lambda x: getattr(x, "name", x),
+)
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
@@ -28,16 +34,17 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def records():
-    """By op, direction, dtype and d; 1024 is a row in registers, 4096 one in chunks."""
-    command = ["bench.traffic", "--json", "--only", "ours", "--rows", str(ROWS)]
-    result = run(*command, "--d", "1024", "4096")
-    assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout)
+    """By op, direction, dtype and d."""
+    found = []
+    for dtype, d in SHAPES:
+        command = ["bench.traffic", "--json", "--only", "ours", "--rows", str(ROWS)]
+        result = run(*command, "--d", str(d), "--dtype", dtype)
+        assert result.returncode == 0, result.stderr
+        found += json.loads(result.stdout)
     return {(r["op"], r["direction"], r["dtype"], r["d"]): r for r in found}
 
 
-@pytest.mark.parametrize("d", [1024, 4096])
-@pytest.mark.parametrize(("op", "direction", "dtype"), CASES, ids=lambda x: getattr(x, "name", x))
+@every_case
 def test_at_the_floor(records, op, direction, dtype, d):
     record = records[op.name, direction, dtype, d]
     ours = record["counted"]["ours"]
@@ -47,8 +54,7 @@ def test_at_the_floor(records, op, direction, dtype, d):
     assert ours["kernels"], "no Triton kernel ran"
 
 
-@pytest.mark.parametrize("d", [1024, 4096])
-@pytest.mark.parametrize(("op", "direction", "dtype"), CASES, ids=lambda x: getattr(x, "name", x))
+@every_case
 def test_little_comes_beside_it(records, op, direction, dtype, d):
     """A few numbers per row, and per program and column of a gain; no stray copies."""
     ours = records[op.name, direction, dtype, d]["counted"]["ours"]
