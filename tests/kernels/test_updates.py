@@ -12,7 +12,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 from update_cases import (
     CASES,
-    FACTORS,
     MAIN,
     compare,
     make_gradients,
@@ -86,7 +85,7 @@ def test_nothing_aliases_and_gradients_stay_as_they_were(case):
     inputs = [x.requires_grad_() for x in make_inputs(case, (4, 10), torch.float32)]
     gradients = make_gradients(case, inputs)
     before = [g.clone() for g in (*gradients, *(x.detach() for x in inputs))]
-    factors = dict.fromkeys(FACTORS[case.op], 1.0)
+    factors = dict.fromkeys(case.factors, 1.0)
     for used in some_used(len(gradients)):
         results = case.fused(inputs, **factors)
         kept = [y.detach().clone() for y in results]
@@ -182,8 +181,8 @@ def test_large_float16_values_do_not_overflow(case):
 
 def eager(case, inputs):
     """The same update from plain operators in the tensors' own dtype."""
-    x, d, factors = dict(zip(case.inputs, inputs, strict=True)), [inputs[0].shape[-1]], FACTORS
-    k = factors[case.op]
+    x, d = dict(zip(case.inputs, inputs, strict=True)), [inputs[0].shape[-1]]
+    k = case.factors
     if case.op == "branch_sandwich":
         h = x["h"] + k["scale"] * F.rms_norm(x["f"], d, x["w_branch"], EPS)
         return [h, F.rms_norm(h, d, x["w_next"], EPS)]
@@ -250,7 +249,7 @@ def test_fullgraph_and_new_coefficients_compile_nothing(case):
     gradients = make_gradients(case, inputs)
 
     def scaled(leaves, by):
-        return case.fused(leaves, **{k: v * by for k, v in FACTORS[case.op].items()})
+        return case.fused(leaves, **{k: v * by for k, v in case.factors.items()})
 
     compiled = torch.compile(scaled, backend=counter, fullgraph=True)
     for by in (1.0, 0.5, 0.25, 0.0, 1.5, 2.0):
@@ -305,7 +304,7 @@ def test_bad_input_is_refused_in_one_sentence(case, changes, message):
 @main_cases
 def test_factors_must_be_finite(case):
     inputs = make_inputs(case, (2, 4), torch.float32)
-    for name in FACTORS[case.op]:
+    for name in case.factors:
         message = f"^{case.op}: {name} is inf; allowed: a finite number"
         with pytest.raises(InputError, match=message):
             case.fused(inputs, **{name: float("inf")})

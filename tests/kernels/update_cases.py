@@ -49,13 +49,17 @@ class Case(NamedTuple):
         return [name for name in ARGUMENTS[self.op] if name not in self.without]
 
     @property
+    def factors(self) -> dict[str, float]:
+        return FACTORS[self.op]
+
+    @property
     def results(self) -> list[str]:
         return [name for name in RESULTS[self.op] if name != "n" or self.options.get("norm", True)]
 
     def call(self, module: Any, inputs: Sequence[Tensor], **changes: Any) -> list[Tensor]:
         """The results, n left out where it is None."""
         tensors = dict.fromkeys(ARGUMENTS[self.op]) | dict(zip(self.inputs, inputs, strict=True))
-        options = FACTORS[self.op] | {"eps": EPS} | self.options | changes
+        options = self.factors | {"eps": EPS} | self.options | changes
         return [y for y in getattr(module, self.op)(**tensors, **options) if y is not None]
 
     def fused(self, inputs: Sequence[Tensor], **changes: Any) -> list[Tensor]:

@@ -1,0 +1,120 @@
+"""The comparisons of the interpreter suite on a CUDA device."""
+
+import pytest
+import torch
+from kernel_cases import double
+from test_gpu import TOLERANCE
+from update_cases import (
+    CASES,
+    MAIN,
+    compare,
+    make_gradients,
+    make_inputs,
+    run,
+    some_used,
+    subsets,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+every_case = pytest.mark.parametrize("case", CASES, ids=str)
+main_cases = pytest.mark.parametrize("case", MAIN, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def on_device():
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        yield
+
+
+# Nearly all the time goes into compiling; the interpreter suite has more combinations.
+SOME = {torch.float16: [96, 4096], torch.bfloat16: [7, 768, 4096, 8192, 16384]}
+EVERY = [1, 7, 64, 96, 768, 1000, 4096, 5000, 8192, 16384, 20000]
+
+
+@main_cases
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_matches_reference(case, dtype):
+    for d in SOME.get(dtype, EVERY):
+        for n_rows in (0, 1, 129):
+            inputs = make_inputs(case, (n_rows, d), dtype, gains=torch.float32)
+            compare(case, inputs, make_gradients(case, inputs), **TOLERANCE[dtype])
+
+
+@every_case
+@pytest.mark.parametrize("d", [96, 4096])
+def test_float32_memories_of_a_bfloat16_stream(case, d):
+    wide = torch.float32
+    inputs = make_inputs(case, (65, d), torch.bfloat16, gains=wide, memories=wide)
+    compare(case, inputs, make_gradients(case, inputs), **TOLERANCE[torch.bfloat16])
+
+
+@main_cases
+@pytest.mark.parametrize("d", [96, 4096])
+def test_some_subsets_of_gradients(case, d):
+    inputs = make_inputs(case, (65, d), torch.float32)
+    every = make_gradients(case, inputs)
+    for used in some_used(len(every)):
+        gradients = [g if u else None for g, u in zip(every, used, strict=True)]
+        for needs in subsets(len(inputs)):
+            if all(needs) or (all(used) and sum(needs) == 1):
+                compare(case, inputs, gradients, needs, **TOLERANCE[torch.float32])
+
+
+@main_cases
+@pytest.mark.parametrize("d", [96, 4096, 16384])
+def test_same_bits_twice(case, d):
+    inputs = make_inputs(case, (4099, d), torch.bfloat16, gains=torch.float32)
+    gradients = make_gradients(case, inputs)
+    first, second = (run(case.fused, inputs, gradients) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@main_cases
+def test_offsets_past_two_to_the_31(case):
+    n_rows, d = (1 << 31) // 16384 + 8, 16384
+    tensors = len(case.inputs) + len(case.results)
+    if torch.cuda.mem_get_info()[0] < 2 * n_rows * d * tensors:
+        pytest.skip(f"needs {4 * tensors} GiB of free device memory")
+    inputs = [
+        x if x.dim() == 1 else x.expand(n_rows, d).contiguous()
+        for x in make_inputs(case, (1, d), torch.bfloat16)
+    ]
+    for y in case.fused(inputs):
+        assert torch.equal(y[-1], y[0])
+
+
+@main_cases
+def test_many_rows(case):
+    """More rows than a wave of programs: the gains' gradients over all of them."""
+    inputs = make_inputs(case, (20011, 1000), torch.float32)
+    gradients = make_gradients(case, inputs)
+    _, grads = run(case.fused, inputs, gradients)
+    _, exact = run(case.reference, double(inputs), double(gradients))
+    for name, g, e in zip(case.inputs, grads, exact, strict=True):
+        error = (g.double() - e).norm() / e.norm()
+        assert error < 1e-5, f"d{name}: relative error {error:.1e}"
+
+
+@main_cases
+def test_new_coefficients_compile_no_kernel(case):
+    """The coefficients of every loop and layer share one compiled kernel."""
+    import triton
+
+    inputs = make_inputs(case, (9, 96), torch.float32)
+    gradients = make_gradients(case, inputs)
+    run(case.fused, inputs, gradients)
+    compiled = []
+    before = triton.knobs.runtime.jit_post_compile_hook
+    triton.knobs.runtime.jit_post_compile_hook = lambda **found: compiled.append(found)
+    try:
+        for by in (0.0, 1.0, 2.0, 16.0):
+            factors = dict.fromkeys(case.factors, by)
+            run(lambda xs, f=factors: case.fused(xs, **f), inputs, gradients)
+    finally:
+        triton.knobs.runtime.jit_post_compile_hook = before
+    assert not compiled
