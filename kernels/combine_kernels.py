@@ -328,7 +328,7 @@ def backward_launches(
     need_h, need_routed, need_weights, need_shared, need_branch, need_next = needs
     branch = need_routed or need_weights or need_shared or need_branch
     config = _backward_config(d, routed.element_size())
-    groups = rows.programs(r1[:, None], config)
+    groups = max(min(1, n_rows), rows.programs(r1[:, None], config))
     dh = r1.new_empty(n_rows, d, dtype=h_dtype) if need_h else None
     drouted = torch.empty_like(routed) if need_routed else None
     used = torch.zeros_like(routed[:, 0], dtype=torch.uint8) if need_routed else None
