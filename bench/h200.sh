@@ -51,7 +51,7 @@ stage() { # name, seconds, command...
 tests=("$python" -m pytest -q -p no:cacheprovider --confcutdir=tests/kernels tests/kernels)
 spread=()
 if [ "$dry" != 1 ] && "$python" -c 'import xdist' 2>/dev/null; then
-    spread=(-n 8) # most of the time goes into compiling, on the CPU
+    spread=(-n 12) # most of the time goes into compiling, on the CPU
 fi
 if [ "$dry" = 1 ]; then marked=(-m gpu --collect-only); else marked=(-m gpu); fi
 mkdir -p "$results"

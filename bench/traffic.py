@@ -6,7 +6,9 @@ Needs no GPU. One pass is rows * d values of the op's dtype, read or written onc
 
 * ours and Liger: their Triton kernels run by Triton's interpreter; every lane of
   every executed load and store is counted, an address once per launch and
-  direction; the PyTorch operators around the kernels count too.
+  direction; the PyTorch operators around the kernels count too. Liger's pre_norm
+  goes below the floor of 5 because it hands out one tensor as both gradients,
+  which is safe only as long as nobody works in place on either.
 * eager and naive: operator by operator, each reading its inputs once and writing
   its outputs once. eager's F.rms_norm counts as one kernel: forward one read and
   one write, backward two reads and one write, its gain's gradient included (in
