@@ -24,8 +24,9 @@ compiles no new kernel; torch.compile keeps each value it meets as a constant.
 
 Bytes, in passes over [rows, d] (beside O(rows) statistics and O(d) gains):
 forward 4 (reads h, f; writes h', n), backward 6 (reads dh', dn, h, f; writes dh,
-df). Both are floors for an op that saves h and f. Saving h' instead would drop a
-read and a saved tensor, but divides by w_out, which may be zero.
+df); without the second norm 3 and 5. These are floors for an op that saves h and
+f. Saving h' instead would drop a read and a saved tensor, but divides by w_out,
+which may be zero.
 
 The backward adds up dw_out and dw_next in registers over all rows a program
 visits, writes them once, [programs, d] in float32, and leaves the sum over
@@ -62,12 +63,15 @@ def post_sandwich(
     w_next: Tensor | None,
     alpha: float,
     eps: float = 1e-6,
-) -> tuple[Tensor, Tensor]:
-    """h' = RMSNorm(alpha * h + f) * w_out ; n = RMSNorm(h') * w_next."""
+    *,
+    norm: bool = True,
+) -> tuple[Tensor, rows.Normed]:
+    """h' = RMSNorm(alpha * h + f) * w_out ; n = RMSNorm(h') * w_next, None if norm is off."""
     rows.check_rows("post_sandwich", h=h, f=f)
     rows.check_gains("post_sandwich", h, w_out=w_out, w_next=w_next)
-    h_new, n, _, _ = _forward(h, f, w_out, w_next, alpha, eps)
-    return h_new, n
+    rows.check_norm("post_sandwich", norm, w_next)
+    h_new, n, _, _ = _forward(h, f, w_out, w_next, alpha, eps, norm)
+    return h_new, n if norm else None
 
 
 # ---------------------------------------------------------------------------
@@ -88,15 +92,17 @@ def _forward_kernel(
         b_z *= load(w_out_ptr, o_gain, m)
     # From here only z * w_out is alive. h' is r1 times it, so its mean square
     # needs no rounded value.
-    b_r2 = rsqrt_mean(b_z * b_r1[:, None], D, eps)
+    if n_ptr is not None:
+        b_r2 = rsqrt_mean(b_z * b_r1[:, None], D, eps)
     b_h = b_z * b_r1[:, None]
     store(h_new_ptr + base, o, b_h, m)
-    b_n = b_h * b_r2[:, None]
-    if w_next_ptr is not None:
-        b_n *= load(w_next_ptr, o_gain, m)
-    store(n_ptr + base, o, b_n, m)
+    if n_ptr is not None:
+        b_n = b_h * b_r2[:, None]
+        if w_next_ptr is not None:
+            b_n *= load(w_next_ptr, o_gain, m)
+        store(n_ptr + base, o, b_n, m)
+        tl.store(r2_ptr + first + o_row, b_r2, mask=m_row)
     tl.store(r1_ptr + first + o_row, b_r1, mask=m_row)
-    tl.store(r2_ptr + first + o_row, b_r2, mask=m_row)
 
 
 @jit()
@@ -248,13 +254,20 @@ def _backward_wide_kernel(
 
 
 def _forward_launch(
-    h: Tensor, f: Tensor, w_out: Tensor | None, w_next: Tensor | None, alpha: float, eps: float
-) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Launch]:
+    h: Tensor,
+    f: Tensor,
+    w_out: Tensor | None,
+    w_next: Tensor | None,
+    alpha: float,
+    eps: float,
+    norm: bool = True,
+) -> tuple[tuple[Tensor, Tensor | None, Tensor, Tensor | None], Launch]:
     """Outputs still to be filled, and the launch that fills them; h and f are [rows, d]."""
     n_rows, d = h.shape
     config = rows.forward_config(d)
-    h_new, n = torch.empty_like(h), torch.empty_like(f)
-    r1, r2 = (h.new_empty(n_rows, dtype=torch.float32) for _ in range(2))
+    h_new, n = torch.empty_like(h), torch.empty_like(f) if norm else None
+    r1 = h.new_empty(n_rows, dtype=torch.float32)
+    r2 = torch.empty_like(r1) if norm else None
     args = {
         "h_ptr": h, "f_ptr": f, "w_out_ptr": w_out, "w_next_ptr": w_next, "h_new_ptr": h_new,
         "n_ptr": n, "r1_ptr": r1, "r2_ptr": r2, "n_rows": n_rows, "alpha": alpha, "eps": eps,
@@ -302,6 +315,7 @@ def _backward_launch(
 def aot_launches(x: Tensor, w: Tensor) -> dict[str, Launch]:
     """Every launch on rows like x and gains like w (meta tensors), by name."""
     (_, _, r1, r2), forward = _forward_launch(x, x, w, w, 1.0, 1e-6)
+    assert r2 is not None
     _, backward = _backward_launch(x, x, x, x, w, w, r1, r2, 1.0, 1e-6, [True] * 4)
     return {"post_sandwich forward": forward, "post_sandwich backward": backward}
 
@@ -311,12 +325,20 @@ def aot_launches(x: Tensor, w: Tensor) -> dict[str, Launch]:
 
 
 def _forward_torch(
-    h: Tensor, f: Tensor, w_out: Tensor | None, w_next: Tensor | None, alpha: float, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    h: Tensor,
+    f: Tensor,
+    w_out: Tensor | None,
+    w_next: Tensor | None,
+    alpha: float,
+    eps: float,
+    norm: bool,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     dtype = rows.compute_dtype(h, f, w_out, w_next)
     z = torch.add(f.to(dtype), h.to(dtype), alpha=alpha)
     zw = z if w_out is None else z * w_out
     r1 = rows.rstd(z, eps)
+    if not norm:
+        return (zw * r1).to(h.dtype), None, r1.view(-1), None
     r2 = rows.rstd(zw, eps, r1)
     n = zw * (r1 * r2)
     if w_next is not None:
@@ -379,25 +401,33 @@ def _backward_torch(
 
 @torch.library.custom_op("deeploop::post_sandwich", mutates_args=())
 def _forward(
-    h: Tensor, f: Tensor, w_out: Tensor | None, w_next: Tensor | None, alpha: float, eps: float
+    h: Tensor,
+    f: Tensor,
+    w_out: Tensor | None,
+    w_next: Tensor | None,
+    alpha: float,
+    eps: float,
+    norm: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """-> h', n, r1, r2 (the last two [rows], for the backward)."""
+    """-> h', n, r1, r2 (the last two [rows], for the backward); n and r2 empty without the norm."""
     rows.check_numbers("post_sandwich", eps, alpha=alpha)
     shape, h, f = h.shape, rows.as_rows(h), rows.as_rows(f)
     w_out, w_next = rows.packed(w_out), rows.packed(w_next)
     if rows.uses_triton(h, f, w_out, w_next):
-        (h_new, n, r1, r2), launch = _forward_launch(h, f, w_out, w_next, alpha, eps)
+        (h_new, n, r1, r2), launch = _forward_launch(h, f, w_out, w_next, alpha, eps, norm)
         launch.run(h)
     else:
         with rows.no_autocast(h):
-            h_new, n, r1, r2 = _forward_torch(h, f, w_out, w_next, alpha, eps)
-    return h_new.view(shape), n.view(shape), r1, r2
+            h_new, n, r1, r2 = _forward_torch(h, f, w_out, w_next, alpha, eps, norm)
+    n = f.new_empty(0) if n is None else n.view(shape)
+    return h_new.view(shape), n, r1, r1.new_empty(0) if r2 is None else r2
 
 
 @_forward.register_fake
-def _(h, f, w_out, w_next, alpha, eps):
-    stats = h.new_empty((rows.count(h),), dtype=rows.compute_dtype(h, f, w_out, w_next))
-    return h.new_empty(h.shape), f.new_empty(f.shape), stats, torch.empty_like(stats)
+def _(h, f, w_out, w_next, alpha, eps, norm=True):
+    r1 = h.new_empty((rows.count(h),), dtype=rows.compute_dtype(h, f, w_out, w_next))
+    n = f.new_empty(f.shape if norm else (0,))
+    return h.new_empty(h.shape), n, r1, torch.empty_like(r1) if norm else r1.new_empty(0)
 
 
 @torch.library.custom_op("deeploop::post_sandwich_backward", mutates_args=())
@@ -437,19 +467,20 @@ def _(dh_new, dn, h, f, w_out, w_next, r1, r2, alpha, eps, needs):
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    h, f, w_out, w_next, ctx.alpha, ctx.eps = inputs
-    _, _, r1, r2 = output
-    ctx.save_for_backward(h, f, w_out, w_next, r1, r2)
-    ctx.mark_non_differentiable(r1, r2)
+    h, f, w_out, w_next, ctx.alpha, ctx.eps, norm = inputs
+    _, n, r1, r2 = output
+    # Without dn, r2 scales only zeros, and any finite number does.
+    ctx.save_for_backward(h, f, w_out, w_next, r1, r2 if norm else r1)
+    ctx.mark_non_differentiable(r1, r2, *(() if norm else (n,)))
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, dh_new: Tensor | None, dn: Tensor | None, *_: None) -> tuple[Any, ...]:
     needs = list(ctx.needs_input_grad[:4])
     if dh_new is None and dn is None:
-        return (None,) * 6
+        return (None,) * 7
     found = iter(_backward(dh_new, dn, *ctx.saved_tensors, ctx.alpha, ctx.eps, needs))
-    return (*(next(found) if need else None for need in needs), None, None)
+    return (*(next(found) if need else None for need in needs), None, None, None)
 
 
 _forward.register_autograd(_gradients, setup_context=_save)

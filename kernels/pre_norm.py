@@ -40,15 +40,26 @@ import torch
 from torch import Tensor
 
 from . import rows
+from .inject import inject
 from .rows import Launch, jit, load, rsqrt_mean, store, tile, tl
 
 
 def pre_norm(
-    h: Tensor, f: Tensor, w_next: Tensor | None, scale: float = 1.0, eps: float = 1e-6
-) -> tuple[Tensor, Tensor]:
-    """h' = h + scale * f ; n = RMSNorm(h') * w_next."""
+    h: Tensor,
+    f: Tensor,
+    w_next: Tensor | None,
+    scale: float = 1.0,
+    eps: float = 1e-6,
+    *,
+    norm: bool = True,
+) -> tuple[Tensor, rows.Normed]:
+    """h' = h + scale * f ; n = RMSNorm(h') * w_next, or None where norm is off."""
     rows.check_rows("pre_norm", h=h, f=f)
     rows.check_gains("pre_norm", h, w_next=w_next)
+    rows.check_norm("pre_norm", norm, w_next)
+    if not norm:
+        rows.check_untraced("pre_norm", eps, scale=scale)
+        return inject(h, f, None, 1.0, scale, eps, norm=False)
     h_new, n, _ = _forward(h, f, w_next, scale, eps)
     return h_new, n
 

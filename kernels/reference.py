@@ -7,6 +7,8 @@ float64.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -26,12 +28,14 @@ def post_sandwich(
     w_next: Tensor | None,
     alpha: float,
     eps: float = 1e-6,
-) -> tuple[Tensor, Tensor]:
+    *,
+    norm: bool = True,
+) -> tuple[Tensor, Any]:
     """h' = RMSNorm(alpha * h + f) * w_out ; n = RMSNorm(h') * w_next."""
     dtype = compute_dtype(h, f, w_out, w_next)
     h_new = rms_norm(alpha * h.to(dtype) + f.to(dtype), w_out, eps)
-    n = rms_norm(h_new, w_next, eps)
-    return h_new.to(h.dtype), n.to(f.dtype)
+    n = rms_norm(h_new, w_next, eps).to(f.dtype) if norm else None
+    return h_new.to(h.dtype), n
 
 
 def pre_norm(
@@ -40,12 +44,14 @@ def pre_norm(
     w_next: Tensor | None,
     scale: float = 1.0,
     eps: float = 1e-6,
-) -> tuple[Tensor, Tensor]:
+    *,
+    norm: bool = True,
+) -> tuple[Tensor, Any]:
     """h' = h + scale * f ; n = RMSNorm(h') * w_next."""
     dtype = compute_dtype(h, f, w_next)
     h_new = h.to(dtype) + scale * f.to(dtype)
-    n = rms_norm(h_new, w_next, eps)
-    return h_new.to(h.dtype), n.to(f.dtype)
+    n = rms_norm(h_new, w_next, eps).to(f.dtype) if norm else None
+    return h_new.to(h.dtype), n
 
 
 def sigmoid_router(

@@ -14,18 +14,24 @@ from deeploop import kernels
 from deeploop.kernels import reference
 
 ARGUMENTS = {
+    "post_sandwich": ("h", "f", "w_out", "w_next"),
+    "pre_norm": ("h", "f", "w_next"),
     "branch_sandwich": ("h", "f", "w_branch", "w_next"),
     "inject": ("h", "x", "w_next"),
     "looping_update": ("h", "f", "local", "glob", "w_next"),
     "looping_update_two": ("h", "f", "local", "glob", "w_next"),
 }
 RESULTS = {
+    "post_sandwich": ("h", "n"),
+    "pre_norm": ("h", "n"),
     "branch_sandwich": ("h", "n"),
     "inject": ("h", "n"),
     "looping_update": ("h", "local", "n"),
     "looping_update_two": ("h", "local", "glob", "n"),
 }
 FACTORS: dict[str, dict[str, float]] = {
+    "post_sandwich": {"alpha": 2.5},
+    "pre_norm": {"scale": 0.7},
     "branch_sandwich": {"scale": 0.3},
     "inject": {"keep": 0.9, "add": 0.4},
     "looping_update": {"scale": 0.3, "decay": 0.6, "read_local": 1.3, "read_global": 0.7},
@@ -83,6 +89,9 @@ CASES = [
     Case("branch_sandwich", ("w_branch", "w_next")),
     Case("branch_sandwich", ("w_next",), NO_NORM),
     Case("branch_sandwich", ("w_branch", "w_next"), NO_NORM),
+    Case("post_sandwich", ("w_next",), NO_NORM),
+    Case("post_sandwich", ("w_out", "w_next"), NO_NORM),
+    Case("pre_norm", ("w_next",), NO_NORM),
     Case("inject", ("w_next",)),
     Case("inject", ("w_next",), NO_NORM),
     Case("looping_update", ("local",)),
