@@ -53,8 +53,9 @@ def test_a_wrong_kernel_is_rejected(clone, name):
         done = run(clone, wrong.TESTS)
     finally:
         source.write_text(right)
-    # 1: tests ran and failed. Not 2 to 5: nothing collected, nothing learnt.
-    assert done.returncode == 1, f"exit code {done.returncode}:\n{done.stdout}{done.stderr}"
+    # 1: tests ran and failed; below 0: the kernel took the process with it, as a write
+    # out of bounds may. Not 2 to 5: nothing collected, nothing learnt.
+    assert done.returncode == 1 or done.returncode < 0, f"{done.stdout}{done.stderr}"
 
 
 @pytest.mark.parametrize("name", ["stale_rstd", "wrong_ema_normaliser"])

@@ -3,4 +3,4 @@
 FILE = "combine_kernels.py"
 OLD = "m_slot = b_slot >= 0"
 NEW = "m_slot = b_slot >= -1"
-TESTS = ["interpreter/test_combine.py"]
+TESTS = ["interpreter/test_moe.py", "-k", "dropped_slots"]

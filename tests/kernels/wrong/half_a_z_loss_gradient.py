@@ -3,4 +3,4 @@
 FILE = "router_kernels.py"
 OLD = '"per_row": 2.0 / max(1, n_rows)'
 NEW = '"per_row": 1.0 / max(1, n_rows)'
-TESTS = ["interpreter/test_router.py"]
+TESTS = ["interpreter/test_moe.py", "-k", "test_router and (ties or subset)"]
