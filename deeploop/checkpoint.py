@@ -1,14 +1,17 @@
 """Checkpoints: whole or absent, and enough to go on bit for bit.
 
 A checkpoint is a folder `step_000100` of a run's `checkpoints/`: the weights
-(model.safetensors), the optimizer (optimizer.pt) and its place (state.json: step
-and configuration). It is written under a temporary name and renamed when it is
-on disk, so that a kill leaves the last one. There is no RNG or loader state: the
-data order is a pure function of (seed, step) and nothing else is drawn.
+(model.safetensors), the optimizer (optimizer.pt) and its place (state.json: step,
+configuration and the SHA-256 of the other two). It is written under a temporary
+name and renamed when it is on disk, so that a kill leaves the last one. There is no
+RNG or loader state: the data order is a pure function of (seed, step) and nothing
+else is drawn.
 """
 
+import hashlib
 import json
 import os
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,19 +24,20 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from deeploop.config import Config
+from deeploop.disk import disk_errors, user_path
 from deeploop.errors import InputError
-from deeploop.shards import disk_errors
 
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.pt", "state.json"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint: where it is, how far it got, what it is of."""
+    """An opened checkpoint: where it is, how far it got, what it is of, its files' SHA-256."""
 
     path: Path
     step: int
     config: Config
+    sha256: dict[str, str]
 
     @property
     def run(self) -> Path:
@@ -73,10 +77,19 @@ def _write(
 ) -> None:
     save_file(dict(model.state_dict()), folder / MODEL)
     torch.save(optimizer.state_dict(), folder / OPTIMIZER)
-    state = {"step": step, "config": json.loads(config.to_json())}
+    state = {
+        "step": step,
+        "config": json.loads(config.to_json()),
+        "sha256": {name: _sha256(folder / name) for name in (MODEL, OPTIMIZER)},
+    }
     (folder / STATE).write_text(json.dumps(state, indent=2) + "\n")
     for file in folder.iterdir():
         _sync(file)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _sync(path: Path) -> None:
@@ -95,7 +108,9 @@ def prune(run: Path, keep: int) -> None:
 
 def steps(run: Path) -> list[Path]:
     """A run's whole checkpoints, oldest first."""
-    return sorted((run / "checkpoints").glob("step_*"), key=lambda p: int(p.name.split("_")[1]))
+    found = (run / "checkpoints").glob("step_*")
+    whole = (path for path in found if re.fullmatch(r"step_\d+", path.name))
+    return sorted(whole, key=lambda path: int(path.name.split("_")[1]))
 
 
 def find(path: str) -> Checkpoint:
@@ -103,43 +118,65 @@ def find(path: str) -> Checkpoint:
 
     Raises InputError where there is none or it is torn.
     """
-    folder = Path(path).expanduser()
-    if not (folder / STATE).exists():
-        if not folder.is_dir():
+    folder = user_path(path, "run")
+    if not path or not (folder / STATE).exists():
+        if not path or not folder.is_dir():
             raise InputError(f"run {path!r}: no such folder; give a run folder or a checkpoint")
         found = steps(folder)
         if not found:
             raise InputError(f"run {path!r}: holds no checkpoint; give the folder of a run")
         folder = found[-1]
+    else:
+        folder = folder.resolve()  # its run is two folders up, whatever it was called
     try:
         state = json.loads((folder / STATE).read_text())
-        return Checkpoint(folder, int(state["step"]), Config.from_json(json.dumps(state["config"])))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"checkpoint {folder}: {STATE} is not readable ({error})") from error
+        config = Config.from_json(json.dumps(state["config"]))
+        step, sha256 = state["step"], dict(state["sha256"])
+        if type(step) is not int or step < 0:
+            raise ValueError(f"step is {step!r}")
+    except InputError as error:
+        raise InputError(f"checkpoint {folder}: {error}") from error
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        reason = f"no {error}" if isinstance(error, KeyError) else error
+        raise _misfit(folder, STATE, f"is not readable ({reason})") from error
+    return Checkpoint(folder, step, config, sha256)
 
 
 def load_model(checkpoint: Checkpoint, model: nn.Module) -> None:
     """Fill `model` from the checkpoint; raises InputError where the weights do not fit."""
+    _check_whole(checkpoint, MODEL)
     try:
         model.load_state_dict(load_file(checkpoint.path / MODEL))
     except (RuntimeError, OSError, SafetensorError) as error:
-        raise _misfit(checkpoint, MODEL, error) from error
+        raise _misfit(checkpoint.path, MODEL, f"does not fit ({_last_line(error)})") from error
 
 
 def load_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) -> None:
     """Fill `optimizer` from the checkpoint; raises InputError where it does not fit."""
+    _check_whole(checkpoint, OPTIMIZER)
     try:
         state: dict[str, Any] = torch.load(
             checkpoint.path / OPTIMIZER, map_location="cpu", weights_only=True
         )
         optimizer.load_state_dict(state)
     except (RuntimeError, OSError, ValueError, EOFError, UnpicklingError) as error:
-        raise _misfit(checkpoint, OPTIMIZER, error) from error
+        raise _misfit(checkpoint.path, OPTIMIZER, f"does not fit ({_last_line(error)})") from error
 
 
-def _misfit(checkpoint: Checkpoint, name: str, error: Exception) -> InputError:
+def _check_whole(checkpoint: Checkpoint, name: str) -> None:
+    try:
+        found = _sha256(checkpoint.path / name)
+    except OSError as error:
+        reason = f"is not readable ({error.strerror})"
+        raise _misfit(checkpoint.path, name, reason) from error
+    if found != checkpoint.sha256.get(name):
+        raise _misfit(checkpoint.path, name, "is damaged: not the bytes that were saved")
+
+
+def _last_line(error: Exception) -> str:
     """torch lists every mismatch on a line of its own; the last says enough."""
-    reason = (str(error) or type(error).__name__).splitlines()[-1].strip()
-    return InputError(f"checkpoint {checkpoint.path}: {name} does not fit ({reason})")
+    return (str(error) or type(error).__name__).splitlines()[-1].strip()
+
+
+def _misfit(folder: Path, name: str, what: str) -> InputError:
+    return InputError(f"checkpoint {folder}: {name} {what}; restore it, or use another checkpoint")

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from deeploop.disk import disk_errors, exclusive, user_path, write_json
 from deeploop.errors import InputError
 from deeploop.shards import (
     META,
@@ -28,10 +29,7 @@ from deeploop.shards import (
     FileSegment,
     Segment,
     TokenStream,
-    atomic_file,
     claimed_folder,
-    disk_errors,
-    exclusive,
     open_shards,
     shard_dtype,
     write_shard,
@@ -103,7 +101,7 @@ def load_corpus(
     """
     if not 0 < val_fraction < 1:
         raise InputError(f"val_fraction is {val_fraction}; it must lie between 0 and 1")
-    source = Path(path).expanduser()
+    source = user_path(path, "data path")
     if path and not source.exists():
         raise InputError(f"data path {path!r} does not exist; give a file or folder that does")
     if not path:
@@ -370,9 +368,9 @@ def prepare(
     """
     if not 1 <= shard_tokens < 1 << 31:
         raise InputError(f"shard_tokens is {shard_tokens}; it must lie in 1 .. 2^31 - 1")
-    if not Path(input).expanduser().exists() and input:
+    if not user_path(input, "data path").exists() and input:
         raise InputError(f"data path {input!r} does not exist; give a file or folder that does")
-    folder = Path(out).expanduser()
+    folder = user_path(out, "output folder")
     name = Path(input).resolve().stem if input else "topics"
     with disk_errors(f"output folder {folder}"), claimed_folder(folder):
         staging = folder / STAGING
@@ -408,6 +406,5 @@ def _write_corpus(
         "tokens": {"train": len(corpus.train), "val": len(corpus.val)},
         "bytes": {"train": corpus.train_bytes, "val": corpus.val_bytes},
     }
-    with atomic_file(folder / META) as file:
-        file.write(json.dumps(meta, indent=2).encode() + b"\n")
+    write_json(folder / META, meta)
     return meta

@@ -8,8 +8,10 @@ loss.png        training and held-out loss
 checkpoints/    see deeploop.checkpoint
 """
 
+import contextlib
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +21,37 @@ from rich.text import Text
 
 from deeploop.config import Config
 from deeploop.data import Corpus
+from deeploop.disk import atomic_file, disk_errors, exclusive, user_path, write_json, write_text
 from deeploop.errors import InputError
-from deeploop.shards import disk_errors
 
 
-def create(config: Config) -> Path:
-    """Make the folder of a new run; raises InputError where it already holds one."""
+def choose(config: Config) -> Path:
+    """The folder of a new run, not made yet; raises InputError where it holds something."""
     name = config.train.out or f"runs/{config.preset}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder = Path(name).expanduser()
+    folder = user_path(name, "train.out")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(
-            f"train.out={name!r}: already exists; choose another folder, or go on with "
-            f"--resume {name}"
-        )
+        onward = f", or go on with --resume {name}" if any(folder.glob("checkpoints/*")) else ""
+        raise InputError(f"train.out={name!r}: already exists; choose another folder{onward}")
+    return folder
+
+
+@contextlib.contextmanager
+def claimed(folder: Path, new: bool) -> Iterator[None]:
+    """Hold a run's folder, made where there is none, alone among processes.
+
+    Raises InputError where it cannot be made, or another run is or has been there.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"train.out={name!r}: cannot be made ({error.strerror})") from error
-    return folder
+        raise InputError(f"train.out={str(folder)!r}: cannot be made ({error.strerror})") from error
+    with exclusive(folder, wait=False) as held:
+        if held is False or (new and any(folder.iterdir())):
+            raise InputError(
+                f"train.out={str(folder)!r}: another process has begun a run there; "
+                "wait for it or choose another folder"
+            )
+        yield
 
 
 def read_corpus(folder: Path) -> dict[str, Any]:
@@ -47,24 +62,27 @@ def read_corpus(folder: Path) -> dict[str, Any]:
         raise InputError(f"run {folder}: corpus.json is not readable ({error})") from error
 
 
-def write_json(path: Path, value: Any) -> None:
-    with disk_errors(str(path)):
-        path.write_text(json.dumps(value, indent=2) + "\n")
+def identity(corpus: Corpus) -> dict[str, Any]:
+    """What tells a corpus from another, or from itself after a change."""
+    return {
+        "train_tokens": len(corpus.train),
+        "val_tokens": len(corpus.val),
+        "fingerprint": [corpus.train.fingerprint(), corpus.val.fingerprint()],
+    }
 
 
 def start(folder: Path, config: Config, corpus: Corpus, floors: dict[str, float]) -> None:
     """Write what the run is of: config.json and corpus.json, and the tokenizer's files."""
     with disk_errors(f"run folder {folder}"):
         spec = corpus.tokenizer.save(folder) if corpus.tokenizer else None
-        (folder / "config.json").write_text(config.to_json())
+        write_text(folder / "config.json", config.to_json())
     write_json(
         folder / "corpus.json",
         {
             "name": corpus.name,
             "tokenizer": spec,
             "vocab_size": corpus.vocab_size,
-            "train_tokens": len(corpus.train),
-            "val_tokens": len(corpus.val),
+            **identity(corpus),
             "floors_nats_per_token": floors,
         },
     )
@@ -76,17 +94,27 @@ class Metrics:
     def __init__(self, folder: Path, start: int):
         """Keep the lines up to step `start`; what came later is trained again."""
         self.path = folder / "metrics.jsonl"
-        old = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
-        kept = [line for line in old if line.endswith("\n") and json.loads(line)["step"] <= start]
-        with disk_errors(str(self.path)):
-            self.path.write_text("".join(kept))
+        kept = [line for line in self.read() if line["step"] <= start]
+        write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def write(self, **values: Any) -> None:
         with disk_errors(str(self.path)), self.path.open("a") as file:
             file.write(json.dumps(values) + "\n")
 
     def read(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.path.read_text().splitlines()]
+        """Every line but one that a kill or a full disk has torn; InputError where unreadable."""
+        if not self.path.exists():
+            return []
+        lines: list[dict[str, Any]] = []
+        try:
+            for line in self.path.read_bytes().split(b"\n")[:-1]:
+                lines.append(json.loads(line))
+                lines[-1]["step"] += 0  # there, and a number
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise InputError(
+                f"{self.path}: line {len(lines) + 1} is not readable ({error}); mend or delete it"
+            ) from error
+        return lines
 
 
 def plot_loss(metrics: list[dict[str, Any]], floors: dict[str, float], path: Path) -> None:
@@ -107,15 +135,15 @@ def plot_loss(metrics: list[dict[str, Any]], floors: dict[str, float], path: Pat
     axes.set_xlabel("step")
     axes.set_ylabel("cross-entropy, nats per token")
     axes.legend()
-    with disk_errors(str(path)):
-        figure.savefig(path, dpi=120)
+    with atomic_file(path) as file:
+        figure.savefig(file, format="png", dpi=120)
 
 
 class _Rest(ProgressColumn):
     """What the trainer last reported, and the time the rest takes at the measured speed."""
 
     def render(self, task: Task) -> Text:
-        return Text(task.fields.get("report", ""))
+        return Text(task.fields.get("report", ""), no_wrap=True, overflow="ellipsis")
 
 
 class Live:
@@ -125,7 +153,7 @@ class Live:
         self.console = console
         self.bar = Progress(
             TextColumn("step {task.completed:>6}/{task.total}"),
-            BarColumn(bar_width=20),
+            BarColumn(bar_width=8),
             _Rest(),
             console=console,
             disable=not console.is_terminal,

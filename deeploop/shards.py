@@ -21,20 +21,20 @@ of a thousand shards passes the usual limit of 1024), adds nothing to the reside
 set, and turns a file truncated under a running job into a sentence, not SIGBUS.
 """
 
-import errno
+import hashlib
 import io
 import json
-import os
 import re
-import tempfile
+import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
+from deeploop.disk import atomic_file, exclusive
 from deeploop.errors import InputError
 
 HEADER_INTS = 256
@@ -45,6 +45,7 @@ META = "meta.json"  # written last beside shards: what tokenizer they hold, and 
 UNFINISHED = ".unfinished"  # stands in a folder for as long as it is being written
 OURS = re.compile(r"_(train|val)_\d{6}\.bin$|^\..*\.tmp$|^meta\.json$")  # what a rerun replaces
 SPLIT_NAME = re.compile(r"(?<![a-z])(train|val)(?:ing|id|idation)?(?![a-z])", re.IGNORECASE)
+MAX_VOCAB = 1 << 24  # ids a vocabulary may have: no tokenizer comes near, a damaged field does
 BLOCK = 1 << 20  # tokens per read wherever a stream is walked from end to end
 
 
@@ -179,9 +180,20 @@ class TokenStream:
 
         What it misses is still caught by ``read``, before it reaches a model.
         """
+        for _ in self._samples(blocks, size):
+            pass
+
+    def fingerprint(self) -> str:
+        """SHA-256 over evenly spaced blocks: over all of a stream of up to a million tokens."""
+        digest = hashlib.sha256()
+        for ids in self._samples(256, 4096):
+            digest.update(ids.tobytes())
+        return digest.hexdigest()
+
+    def _samples(self, blocks: int, size: int) -> Iterator[np.ndarray]:
         size = min(size, len(self))
         for start in np.linspace(0, len(self) - size, blocks, dtype=np.int64):
-            self.read(int(start), size)
+            yield self.read(int(start), size)
 
     def _check(self, tokens: np.ndarray, label: str, offset: int) -> None:
         if np.iinfo(tokens.dtype).max < self.vocab_size or not len(tokens):
@@ -197,11 +209,14 @@ class TokenStream:
 
 def open_shard(path: Path) -> FileSegment:
     """A shard of any of the three layouts, its header checked against its size."""
-    size = path.stat().st_size
+    try:
+        with open(path, "rb") as file:
+            size = path.stat().st_size
+            header = np.frombuffer(file.read(12), "<i4", count=min(3, size // 4))
+    except OSError as error:
+        raise InputError(f"shard {path} cannot be read ({error.strerror}); mend that") from error
     if size == 0:
         raise InputError(f"shard {path} is empty; write it again")
-    with open(path, "rb") as file:
-        header = np.frombuffer(file.read(12), "<i4", count=min(3, size // 4))
     magic = int(header[0]) if len(header) else None
     if magic in LAYOUTS:
         return _open_with_header(path, size, header)
@@ -281,76 +296,25 @@ def _read_meta(folder: Path) -> dict[str, Any]:
         return {}
     try:
         meta = json.loads(path.read_text())
-        names, vocab = meta["shards"], meta["vocab_size"]
-        if names and all(Path(name).name == name for name in names) and int(vocab) > 0:
+        if _is_meta(meta):
             return meta
-    except (ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
     raise InputError(f"{path} is no shard description this version reads; prepare the data again")
 
 
-DISK_ERRORS = {
-    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EEXIST, errno.ENOTDIR,
-}  # fmt: skip
-
-
-@contextmanager
-def disk_errors(what: str) -> Iterator[None]:
-    """Turn a full, limited, read-only or misplaced folder into a sentence; other errors pass."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in DISK_ERRORS:
-            raise
-        raise InputError(
-            f"{what} could not be written ({error.strerror}); "
-            "free some space, lift the limit or choose another folder"
-        ) from error
-
-
-@contextmanager
-def exclusive(path: Path, wait: bool = True) -> Iterator[bool | None]:
-    """Hold the lock file ``path``: yields True, or False where another process holds it.
-
-    With ``wait`` it is waited for. Yields None where the platform or the file system
-    has no locks, and there the caller must be correct without.
-    """
-    with open(path, "ab") as file:
-        held: bool | None = True
-        try:
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            held = False
-        except (ImportError, OSError):
-            held = None
-        yield held
-
-
-@contextmanager
-def atomic_file(path: Path) -> Iterator[IO[bytes]]:
-    """A binary file that takes the name ``path`` only once it is whole and on disk."""
-    with disk_errors(str(path)):
-        handle, temporary = tempfile.mkstemp(
-            prefix=f".{path.name}.", suffix=".tmp", dir=path.parent
-        )
-        try:
-            with os.fdopen(handle, "wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(temporary, 0o666 & ~_umask())  # mkstemp makes it private
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def _is_meta(meta: Any) -> bool:
+    """Whether every field has a value that can be used."""
+    names, vocab = meta["shards"], meta["vocab_size"]
+    tokenizer, counts = meta.get("tokenizer"), meta.get("bytes", {}).values()
+    return (
+        bool(names)
+        and all(Path(name).name == name for name in names)
+        and type(vocab) is int
+        and 0 < vocab <= MAX_VOCAB
+        and (tokenizer is None or isinstance(tokenizer, str))
+        and all(count is None or (type(count) is int and count >= 0) for count in counts)
+    )
 
 
 def shard_dtype(vocab_size: int) -> str:
@@ -386,7 +350,10 @@ def claimed_folder(folder: Path) -> Iterator[None]:
         raise InputError(f"output {folder} is a file; give a folder that is new or empty")
     if folder.is_dir() and any(folder.iterdir()) and not mark.exists():
         raise InputError(f"output folder {folder} is not empty; give one that is new or empty")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"output folder {folder} cannot be made ({error.strerror})") from error
     with exclusive(mark, wait=False) as held:
         if held is False:
             raise InputError(f"output folder {folder} is being written by another process; wait")
@@ -396,8 +363,8 @@ def claimed_folder(folder: Path) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            if list(folder.iterdir()) == [mark]:
-                mark.unlink()
-                folder.rmdir()
+            files = [file for file in folder.rglob("*") if file.is_file()]
+            if all(file == mark or file.suffix == ".lock" for file in files):
+                shutil.rmtree(folder, ignore_errors=True)
             raise
         mark.unlink()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import shutil
 from pathlib import Path
 
 from rich.console import Console
@@ -10,6 +11,7 @@ from deeploop import checkpoint, run
 from deeploop.config import Config
 from deeploop.data import Corpus, load_corpus
 from deeploop.device import computes_in_bf16, device_name, pick_device
+from deeploop.disk import user_path
 from deeploop.errors import InputError
 from deeploop.lm import count_parameters
 from deeploop.order import ngram_bits
@@ -72,11 +74,24 @@ def check_same(wanted: Config, found: checkpoint.Checkpoint) -> None:
         )
 
 
+def check_newest(found: checkpoint.Checkpoint) -> None:
+    """Refuse to go on in place from a checkpoint that newer ones stand beside.
+
+    They and the metrics would be of another past than the run's.
+    """
+    newest = checkpoint.steps(found.run)[-1]
+    if newest.name != found.path.name:
+        raise InputError(
+            f"checkpoint {found.path}: the run is already at {newest.name}; give --out to go on "
+            "from here in a new folder, or delete the newer ones"
+        )
+
+
 def check_same_corpus(corpus: Corpus, found: checkpoint.Checkpoint) -> None:
     """Refuse to go on where the text under the run is no longer the one it began with."""
     before = run.read_corpus(found.run)
-    now = {"train_tokens": len(corpus.train), "val_tokens": len(corpus.val)}
-    if any(before.get(name) != count for name, count in now.items()):
+    now = run.identity(corpus)
+    if any(before.get(name) != value for name, value in now.items()):
         raise InputError(
             f"data.path={found.config.data.path!r}: changed since the run {found.run} began "
             f"({before.get('train_tokens')} training tokens then, {now['train_tokens']} now); "
@@ -116,12 +131,23 @@ def open_run(
         check_same(config, found)
         check_same_corpus(corpus, found)
     floors = ngram_floors(corpus)
-    if found is None or (config.train.out and Path(config.train.out) != found.run):
-        folder = run.create(config)
-    else:
-        folder = found.run
+    new = found is None or not same_folder(config.train.out, found.run)
+    if found is not None and not new:
+        check_newest(found)
+    folder = run.choose(config) if found is None or new else found.run
     trainer = Trainer(config, corpus, floors, folder, console)
     if found is not None:
         trainer.restore(found)
-    run.start(folder, config, corpus, floors)
+    trainer.lock.enter_context(run.claimed(folder, new))
+    try:
+        run.start(folder, config, corpus, floors)
+    except BaseException:
+        if new:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
     return trainer
+
+
+def same_folder(out: str, folder: Path) -> bool:
+    """Whether a run with this train.out stays in `folder`; without one it does."""
+    return not out or user_path(out, "train.out").resolve() == folder.resolve()

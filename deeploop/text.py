@@ -35,8 +35,11 @@ class Piece:
 
 def text_files(source: Path) -> list[Path]:
     """``source`` itself, or the text, jsonl and parquet files of the folder by name."""
-    files = [source] if source.is_file() else sorted(source.iterdir())
-    known = [file for file in files if file.suffix in READERS]
+    try:
+        files = sorted(source.iterdir()) if source.is_dir() else [source]
+        known = [file for file in files if file.suffix in READERS and file.is_file()]
+    except OSError as error:
+        raise InputError(f"data path {source} cannot be read ({error.strerror})") from error
     if not known:
         raise InputError(
             f"data path {str(source)!r} is no corpus: give {', '.join(READERS)} or .bin shards, "
@@ -91,16 +94,23 @@ def _read_jsonl(path: Path, field: str) -> Iterator[Document]:
                 continue
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise InputError(f"{path} line {number} is not JSON ({error}); mend it") from error
             text = record.get(field) if isinstance(record, dict) else None
             if not isinstance(text, str):
-                keys = ", ".join(record) if isinstance(record, dict) else type(record).__name__
                 raise InputError(
-                    f"{path} line {number} has no string under {field!r}, only {keys}; "
-                    "set text_field"
+                    f"{path} line {number} has no string under {field!r}, only "
+                    f"{_kinds(record)}; set text_field"
                 )
             yield (text,), file.tell
+
+
+def _kinds(record: Any) -> str:
+    """What a record is made of, in few words: its type, or its first keys and their types."""
+    if not isinstance(record, dict):
+        return f"a {type(record).__name__}"
+    shown = [f"{key[:40]!r} ({type(record[key]).__name__})" for key in list(record)[:8]]
+    return ", ".join(shown + ["..."] * (len(record) > 8)) or "an empty object"
 
 
 def _read_parquet(path: Path, field: str) -> Iterator[Document]:

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from deeploop.disk import user_path, write_text
 from deeploop.errors import InputError
 
 GPT2_EOT = "<|endoftext|>"
@@ -184,7 +185,7 @@ class FileTokenizer:
         return lengths
 
     def save(self, folder: Path) -> str:
-        self._inner.save(str(folder / "tokenizer.json"))
+        write_text(folder / "tokenizer.json", self._inner.to_str(pretty=True))
         return "tokenizer.json"
 
 
@@ -201,7 +202,9 @@ def load_tokenizer(spec: str, folder: Path | None = None) -> Tokenizer:
         return GPT2Tokenizer()
     if spec.startswith("gpt2:"):
         return _load_gpt2_files(spec)
-    path = folder / spec if folder and (folder / spec).exists() else Path(spec)
+    path = user_path(spec, "tokenizer")
+    if folder and (folder / spec).exists():
+        path = folder / spec
     if path.is_dir():
         path = path / "tokenizer.json"
     if not path.is_file():
@@ -230,6 +233,7 @@ def _load_gpt2_files(spec: str) -> FileTokenizer:
 def _gpt2_paths(spec: str) -> tuple[Path, Path]:
     """vocab and merges; OpenAI's own names (encoder.json, vocab.bpe) are known too."""
     where = spec.removeprefix("gpt2:")
+    user_path(where, "tokenizer")
     if "," in where and not Path(where).is_dir():
         vocab, _, merges = where.partition(",")
         pairs = [(Path(vocab.strip()), Path(merges.strip()))]

@@ -16,6 +16,7 @@ from deeploop import checkpoint, run
 from deeploop.config import Config
 from deeploop.data import Corpus
 from deeploop.device import device_name, peak_memory
+from deeploop.disk import write_json
 from deeploop.errors import Diverged
 from deeploop.evaluate import autocast, bits_per_byte, validate
 from deeploop.generate import sample
@@ -51,6 +52,7 @@ class Trainer:
             for sublayer in self.model.sublayers:
                 sublayer.branch.compile()
         self.micro = config.train.micro_batch or config.train.batch_size
+        self.lock = contextlib.ExitStack()  # what holds the folder; let go when fit ends
         self.done = 0
         self.bad = torch.zeros((), dtype=torch.bool, device=self.device)
         self.speed = Speed(config.train.batch_size * config.model.seq_len)
@@ -62,6 +64,11 @@ class Trainer:
 
     def fit(self) -> dict[str, Any]:
         """Train to the last step, or to the signal that stops it; returns the summary."""
+        with self.lock:
+            return self.summary(self.run_steps())
+
+    def run_steps(self) -> int | None:
+        """The steps that are left; returns the signal that ended them early, if one did."""
         t = self.config.train
         self.metrics = run.Metrics(self.folder, self.done)
         with stop_signals() as stopped, run.Live(self.console, t.steps, self.done) as live:
@@ -82,7 +89,7 @@ class Trainer:
             self.speed.stop()
             if stopped:
                 self.save()
-        return self.summary(stopped[0] if stopped else None)
+        return stopped[0] if stopped else None
 
     def step(self, watch: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
         """One optimizer step; returns mean loss [nats], gradient norm and RMS by loop."""
@@ -179,8 +186,8 @@ class Trainer:
         if stopped_by is not None:
             values["stopped_by"] = signal.Signals(stopped_by).name
         else:
-            lines = self.metrics.read()
-            values["val_loss"] = next(m["val_loss"] for m in reversed(lines) if "val_loss" in m)
+            last = [m for m in self.metrics.read() if m["step"] == self.done and "val_loss" in m]
+            values["val_loss"] = last[-1]["val_loss"] if last else self.evaluate()
             values["val_bits_per_byte"] = bits_per_byte(values["val_loss"], self.corpus)
             values["sample"] = self.sample()
         values |= {
@@ -190,7 +197,7 @@ class Trainer:
             "device": device_name(self.device),
             "torch": torch.__version__,
         }
-        run.write_json(self.folder / "summary.json", values)
+        write_json(self.folder / "summary.json", values)
         run.plot_loss(self.metrics.read(), self.floors, self.folder / "loss.png")
         return values
 

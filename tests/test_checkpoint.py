@@ -90,7 +90,7 @@ def test_torn_files_are_refused(tmp_path, name, keep):
     data = path.read_bytes()
     path.write_bytes(data[: int(len(data) * keep)])
     found = checkpoint.find(str(tmp_path))
-    with pytest.raises(InputError, match=f"{name} does not fit"):
+    with pytest.raises(InputError, match=f"{name} is damaged.*another checkpoint"):
         checkpoint.load_model(found, model)
         checkpoint.load_optimizer(found, optimizer)
 
@@ -128,3 +128,23 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_one_sentence(tmp_path):
         assert done.stdout.count("\n") == 1 and "step_000002" in done.stdout, (limit, done.stderr)
         assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_000001"]
         assert checkpoint.find(str(tmp_path)).step == 1
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt"])
+def test_bytes_changed_in_the_middle_are_noticed(tmp_path, name):
+    config, model, optimizer = make()
+    path = checkpoint.save(tmp_path, 1, config, model, optimizer) / name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    found = checkpoint.find(str(tmp_path))
+    with pytest.raises(InputError, match=f"{name} is damaged"):
+        checkpoint.load_model(found, model)
+        checkpoint.load_optimizer(found, optimizer)
+
+
+def test_other_folders_beside_checkpoints_are_ignored(tmp_path):
+    checkpoint.save(tmp_path, 1, *make())
+    (tmp_path / "checkpoints" / "step_000002.bak").mkdir()
+    (tmp_path / "checkpoints" / "step_old").mkdir()
+    assert checkpoint.find(str(tmp_path)).step == 1

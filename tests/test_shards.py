@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deeploop.disk import atomic_file
 from deeploop.errors import InputError
 from deeploop.shards import (
     ArraySegment,
     FileSegment,
     TokenStream,
-    atomic_file,
     claimed_folder,
     open_shard,
     open_shards,

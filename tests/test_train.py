@@ -152,7 +152,7 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_checkpoint(config, q
 def test_an_existing_run_is_not_written_over(config, quiet, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "mine.txt").write_text("precious")
-    with pytest.raises(InputError, match=r"train\.out=.*already exists.*--resume"):
+    with pytest.raises(InputError, match=r"train\.out=.*already exists"):
         open_run(config, quiet)
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["mine.txt"]
 
@@ -202,6 +202,72 @@ def test_a_text_shorter_than_a_sequence_is_refused(config, quiet, corpus_file, t
     with pytest.raises(InputError, match="fewer than one sequence"):
         open_run(config.replace("model", seq_len=18), quiet)
     assert not (tmp_path / "run").exists()
+
+
+def test_text_of_the_same_length_is_another_corpus(config, quiet, corpus_file):
+    open_run(config, quiet).fit()
+    corpus_file.write_text(corpus_file.read_text().replace("quick", "quack"))
+    with pytest.raises(InputError, match="changed since"):
+        open_run(config, quiet, checkpoint.find(config.train.out))
+
+
+def test_an_older_checkpoint_does_not_go_on_in_place(config, quiet, tmp_path):
+    open_run(config, quiet).fit()
+    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    older = checkpoint.find(str(tmp_path / "run" / "checkpoints" / "step_000010"))
+    with pytest.raises(InputError, match=r"already at step_000020.*--out"):
+        open_run(config, quiet, older)
+    assert before == {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+
+
+def test_a_finished_run_may_be_resumed_anywhere(config, quiet, tmp_path, monkeypatch):
+    summary = open_run(config, quiet).fit()
+    found = checkpoint.find(config.train.out)
+    fork = config.replace("train", out=str(tmp_path / "fork"))
+    assert open_run(fork, quiet, found).fit()["val_loss"] == summary["val_loss"]
+    monkeypatch.chdir(found.path)  # the same folder by another name
+    again = open_run(config, quiet, checkpoint.find("."))
+    assert again.folder == tmp_path / "run" and again.fit()["val_loss"] == summary["val_loss"]
+
+
+def test_what_cannot_start_leaves_no_folder(config, quiet, tmp_path, monkeypatch):
+    open_run(config, quiet).fit()
+    fork = config.replace("train", out=str(tmp_path / "fork"))
+    (tmp_path / "run" / "checkpoints" / "step_000020" / "optimizer.pt").write_bytes(b"")
+    with pytest.raises(InputError, match=r"optimizer\.pt is damaged"):
+        open_run(fork, quiet, checkpoint.find(config.train.out))
+    assert not (tmp_path / "fork").exists()
+
+    def full(*_):
+        (tmp_path / "fork" / "config.json").write_text("{")
+        raise InputError("full")
+
+    monkeypatch.setattr("deeploop.run.start", full)
+    with pytest.raises(InputError, match="full"):
+        open_run(fork, quiet)
+    assert not (tmp_path / "fork").exists()
+
+
+def test_one_process_a_folder(config, quiet, tmp_path):
+    first = open_run(config, quiet)
+    with pytest.raises(InputError, match=r"already exists|another process"):
+        open_run(config, quiet)
+    first.fit()
+    found = checkpoint.find(config.train.out)
+    second = open_run(config.replace("train", steps=25), quiet, found)
+    with pytest.raises(InputError, match="another process"):
+        open_run(config.replace("train", steps=25), quiet, found)
+    assert second.fit()["step"] == 25
+
+
+def test_damaged_metrics_are_refused_and_kept(config, quiet, tmp_path):
+    open_run(config, quiet).fit()
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    metrics.write_bytes(b"\xff" + metrics.read_bytes())
+    before = metrics.read_bytes()
+    with pytest.raises(InputError, match="line 1 is not readable"):
+        open_run(config, quiet, checkpoint.find(config.train.out)).fit()
+    assert metrics.read_bytes() == before
 
 
 def test_due():
