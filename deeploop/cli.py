@@ -1,11 +1,15 @@
 """The command line: deeploop train | generate | data."""
 
 import argparse
+import contextlib
 import dataclasses
+import io
 import math
+import os
+import re
 import signal
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import tyro
 from rich.console import Console
@@ -17,6 +21,8 @@ from deeploop.errors import Diverged, InputError
 if TYPE_CHECKING:  # torch is slow to import, and --help needs none of it
     from deeploop.train import Trainer
 
+T = TypeVar("T")
+
 HELP = f"""deeploop {__version__}: train looped Transformers on fused kernels
 
   deeploop train [PRESET] [options]     train; without options: a small model on
@@ -27,13 +33,32 @@ HELP = f"""deeploop {__version__}: train looped Transformers on fused kernels
 Each takes --help."""
 
 
+def parse(kind: type[T], **options: Any) -> T:
+    """tyro.cli, its box about a bad argument made into one sentence."""
+    box = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(box):
+            return tyro.cli(kind, **options)
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        # The box: a title in its upper edge, what is wrong, and where help is.
+        plain = re.sub(r"\x1b\[[\d;]*m", "", box.getvalue()).strip().partition("\n")[2]
+        words = " ".join(re.sub(r"[\u2500-\u257f]|-{4,}", " ", plain).split())
+        wrong = re.split(r" (?:Argument helptext|For full helptext)", words)[0].rstrip(".")
+        raise InputError(f"{wrong}; see --help") from None
+
+
 @dataclasses.dataclass
 class TrainArguments:
     config: Annotated[Config, tyro.conf.arg(name="")]
     resume: Annotated[
-        str,
-        tyro.conf.arg(help="run folder or checkpoint to go on from; with --out, in a new folder"),
-    ] = ""
+        str | None,
+        tyro.conf.arg(
+            metavar="RUN",
+            help="run folder or checkpoint to go on from; with --out, in a new folder",
+        ),
+    ] = None
     print_config: Annotated[
         bool,
         tyro.conf.FlagCreatePairsOff,
@@ -47,14 +72,14 @@ def parse_train(arguments: list[str]) -> TrainArguments:
     base = preset(arguments[0]) if named else preset("deeploop-tiny")
     rest = arguments[1:] if named else arguments
     ahead = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    ahead.add_argument("--resume", default="")
+    ahead.add_argument("--resume", nargs="?")  # a missing value is for the real parser to refuse
     resume = ahead.parse_known_args(rest)[0].resume
-    if resume and not named:
+    if resume is not None and not named:
         from deeploop.checkpoint import find
 
         saved = find(resume).config
         base = saved.replace("train", out="")
-    return tyro.cli(
+    return parse(
         TrainArguments,
         args=rest,
         default=TrainArguments(base),
@@ -72,7 +97,7 @@ def train(arguments: list[str]) -> int:
     from deeploop.start import describe, open_run
 
     console = Console()
-    found = checkpoint.find(parsed.resume) if parsed.resume else None
+    found = None if parsed.resume is None else checkpoint.find(parsed.resume)
     trainer = open_run(parsed.config, console, found)
     for line in describe(trainer):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -119,7 +144,7 @@ class GenerateArguments:
 
 
 def generate(arguments: list[str]) -> int:
-    a = tyro.cli(
+    a = parse(
         GenerateArguments,
         args=arguments,
         prog="deeploop generate",
@@ -148,7 +173,7 @@ class DataArguments:
 
 
 def data(arguments: list[str]) -> int:
-    a = tyro.cli(
+    a = parse(
         DataArguments,
         args=arguments,
         prog="deeploop data",
@@ -167,6 +192,8 @@ VERBS = {"train": train, "generate": generate, "data": data}
 def main(arguments: list[str] | None = None) -> int:
     """Run one verb; returns the exit code: 2 for refused input, 1 for a diverged run."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a sample may hold what a terminal cannot show
     if not arguments or arguments[0] in ("-h", "--help"):
         print(HELP)
         return 0
@@ -178,15 +205,27 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     try:
         return VERBS[arguments[0]](arguments[1:])
-    except InputError as error:
-        print(f"deeploop {arguments[0]}: {error}", file=sys.stderr)
-        return 2
-    except Diverged as error:
-        print(f"deeploop {arguments[0]}: {error}", file=sys.stderr)
-        return 1
+    except BrokenPipeError:  # whoever read the output has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except KeyboardInterrupt:
-        print(f"deeploop {arguments[0]}: interrupted", file=sys.stderr)
-        return 130
+        code, reason = 130, "interrupted"
+    except Diverged as error:
+        code, reason = 1, str(error)
+    except (InputError, OSError) as error:
+        code, reason = 2, str(error)
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        code, reason = 2, f"{error}; lower train.micro_batch, model.seq_len or the model's size"
+    print(f"deeploop {arguments[0]}: {' '.join(reason.split())}", file=sys.stderr)
+    return code
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether an allocation failed: numpy and CUDA have a type for that, torch on a CPU has not."""
+    named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return named or "can't allocate memory" in str(error)
 
 
 if __name__ == "__main__":

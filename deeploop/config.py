@@ -5,7 +5,7 @@ import difflib
 import json
 import math
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -142,12 +142,35 @@ class Config:
         try:
             built = {name: part(**raw.pop(name)) for name, part in parts.items()}
             return cls(**raw, **built)
-        except (TypeError, KeyError) as error:
+        except (TypeError, KeyError, AttributeError) as error:
             raise InputError(f"config: {error}; was it written by another version?") from error
+
+
+MOST, MOST_SEED = 2**31 - 1, 2**63 - 1  # of an integer field; of a seed
+
+
+def check_types(config: Config) -> None:
+    """Refuse values of another type than the field's: a file can hold what no flag can."""
+    for part in ("model", "data", "train"):
+        values = getattr(config, part)
+        for name, kind in get_type_hints(type(values)).items():
+            value, choices = getattr(values, name), get_args(kind)
+            if get_origin(kind) is Literal:
+                fits, wanted = value in choices, f"one of {', '.join(choices)}"
+            elif kind is int:
+                most = MOST_SEED if name == "seed" else MOST
+                fits, wanted = type(value) is int and value <= most, f"an integer up to {most}"
+            else:
+                allowed = choices or (kind,)
+                fits = type(value) in allowed or (float in allowed and type(value) is int)
+                wanted = " or ".join(t.__name__ for t in allowed)
+            if not fits:
+                raise InputError(f"{part}.{name}={value!r}: must be {wanted}")
 
 
 def check(config: Config) -> None:
     """Refuse impossible values at the door, naming field, value and remedy."""
+    check_types(config)
     m, d, t = config.model, config.data, config.train
     positive = {
         "model.d_model": m.d_model,

@@ -1,12 +1,15 @@
 """Sampling from a trained model, with keys and values cached per visit."""
 
+import math
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from deeploop import checkpoint
+from deeploop.config import MOST, MOST_SEED
 from deeploop.device import pick_device
+from deeploop.disk import user_path
 from deeploop.errors import InputError
 from deeploop.lm import LoopLM
 from deeploop.run import read_corpus
@@ -72,12 +75,13 @@ def sample(
 
 def _pick(logits: Tensor, temperature: float, top_k: int, draw: torch.Generator) -> Tensor:
     """One token a row: logits [B, vocab] -> int64 [B, 1]."""
-    if temperature == 0:
+    if temperature < torch.finfo(torch.float32).tiny:  # 0, or what float32 takes for it
         return logits.argmax(-1, keepdim=True)
     if 0 < top_k < logits.shape[-1]:
         floor = logits.topk(top_k).values[:, -1:]
         logits = logits.masked_fill(logits < floor, -torch.inf)
-    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=draw)
+    ahead = logits - logits.max(-1, keepdim=True).values  # so that no temperature overflows
+    return torch.multinomial((ahead / temperature).softmax(-1), 1, generator=draw)
 
 
 def continue_text(
@@ -97,18 +101,19 @@ def continue_text(
     model has no embedding for, or numbers out of range.
     """
     limits = {
-        "tokens": (tokens, 1),
-        "num_samples": (num_samples, 1),
-        "loops": (loops, 0),
-        "top_k": (top_k, 0),
-        "temperature": (temperature, 0),
+        "tokens": (tokens, 1, MOST),
+        "num_samples": (num_samples, 1, MOST),
+        "loops": (loops, 0, MOST),
+        "top_k": (top_k, 0, MOST),
+        "temperature": (temperature, 0, math.inf),
+        "seed": (seed, 0, MOST_SEED),
     }
-    for name, (value, least) in limits.items():
-        if not value >= least:
-            raise InputError(f"{name}={value}: must be at least {least}")
+    for name, (value, least, most) in limits.items():
+        if not least <= value <= most:
+            raise InputError(f"{name}={value}: must lie between {least} and {most}")
     if prompt.startswith("FILE:"):
         try:
-            prompt = Path(prompt[5:]).read_text()
+            prompt = user_path(prompt[5:], "prompt file").read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"prompt file {prompt[5:]!r}: could not be read ({error})") from error
     where = pick_device(device)

@@ -82,6 +82,20 @@ BAD = {
     "uneven heads": (["--model.n-heads", "3"], "model.n_heads=3"),
     "unknown preset": (["deeplop-tiny"], "deeplop-tiny"),
     "absent run": (["--resume", "nothing"], "nothing"),
+    "empty run": (["--resume", ""], "''"),
+    "run of nobody": (["--resume", "~nobody-here/x"], "~nobody-here"),
+    "long name": (["--data", "x" * 5000], "xxx..."),
+    "long tokenizer": (["--data.tokenizer", "x" * 5000], "xxx..."),
+    "NUL in a folder's name": (["--out", "a\0b"], "'a\\x00b'"),
+    "device for a file": (["--data", "/dev/null"], "/dev/null"),
+    "folder for a file": (["--data", "folder.txt"], "folder.txt"),
+    "deep jsonl": (["--data", "deep.jsonl"], "deep.jsonl line 1"),
+    "newline in a key": (["--data", "newline.jsonl"], "a\\nb"),
+    "many keys": (["--data", "keys.jsonl"], "..."),
+    "meta of wrong types": (["--data", "meta"], "meta.json"),
+    "huge vocabulary": (["--model.vocab-size", str(2**40)], str(2**40)),
+    "huge width": (["--model.d-model", str(2**30)], "allocate"),
+    "huge seed": (["--seed", str(2**64)], "train.seed"),
     "small vocabulary": (["--model.vocab-size", "10"], "10"),
     "no such device": (["--train.device", "tpu"], "tpu"),
     "no such tokenizer": (["--data.tokenizer", "nope"], "nope"),
@@ -102,6 +116,13 @@ def test_bad_input_ends_in_one_sentence_and_code_2(case, capsys, tmp_path, monke
     (tmp_path / "high").mkdir()
     for part in ("train", "val"):
         np.full(1000, 60000, "<u2").tofile(tmp_path / "high" / f"{part}.bin")
+    (tmp_path / "folder.txt" / "sub.txt").mkdir(parents=True)
+    (tmp_path / "deep.jsonl").write_text('{"text": ' + "[" * 10**5 + "]" * 10**5 + "}\n")
+    (tmp_path / "newline.jsonl").write_text('{"a\\nb": 1}\n')
+    (tmp_path / "keys.jsonl").write_text(json.dumps({f"k{i}": 1 for i in range(999)}) + "\n")
+    (tmp_path / "meta").mkdir()
+    (tmp_path / "meta" / "meta.json").write_text('{"shards": ["train.bin"], "vocab_size": 1e999}')
+    np.zeros(1000, "<u2").tofile(tmp_path / "meta" / "train.bin")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("precious")
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
@@ -121,18 +142,62 @@ def test_checkpoint_of_another_config(capsys, tmp_path, corpus_file):
 
 
 @pytest.mark.parametrize(
-    "flags", [["--model.width", "3"], ["--loops", "3"], ["--model.loops", "four"], ["--nope"]]
+    "flags",
+    [
+        ["--model.width", "3"],
+        ["--loops", "3"],
+        ["--model.loops", "four"],
+        ["--nope"],
+        ["--model.arm", "x"],
+        ["--steps"],
+        ["--resume"],
+    ],
 )
 def test_unknown_keys_and_wrong_types_are_refused(flags, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main(["train", *flags])
-    assert stopped.value.code == 2
-    assert flags[0] in capsys.readouterr().err
+    code, _, said = run(capsys, "train", *flags)
+    assert code == 2 and flags[0] in said
+    assert said.count("\n") == 1 and said.endswith("; see --help\n") and "---" not in said
 
 
 def test_unknown_verb(capsys):
     code, _, said = run(capsys, "trian")
     assert code == 2 and "trian" in said
+
+
+def test_a_refused_preparation_leaves_nothing(capsys, tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"body": "x"}\n')
+    out = tmp_path / "shards"
+    code, _, said = run(
+        capsys, "data", str(tmp_path / "bad.jsonl"), str(out), "--tokenizer", "byte"
+    )
+    assert code == 2 and said.count("\n") == 1 and not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--prompt", "FILE:a\0b"], "a\\x00b"),
+        (["--prompt", "a", "--seed", str(2**70)], "seed"),
+        (["--prompt", "a", "--loops", str(2**70)], "loops"),
+        (["--prompt", "a", "--temperature", "nan"], "temperature=nan"),
+    ],
+)
+def test_bad_generation_ends_in_one_sentence(flags, named, capsys, tmp_path):
+    code, _, said = run(capsys, "generate", str(tmp_path), *flags)
+    assert code == 2 and named in said and said.count("\n") == 1
+
+
+def test_output_that_cannot_be_shown_or_written(tmp_path, corpus_file):
+    """An ASCII terminal replaces what it lacks; a full disk behind stdout is a sentence."""
+    command = [sys.executable, "-m", "deeploop.cli", "train", "--data", str(corpus_file), *TINY]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "ascii"}
+    shown = subprocess.run([*command, "--out", tmp_path / "a"], env=env, capture_output=True)
+    assert shown.returncode == 0, shown.stderr
+    with open("/dev/full", "w") as full:
+        lost = subprocess.run(
+            [*command, "--print-config"], env=env, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert lost.returncode in (2, 120) and "Traceback" not in lost.stderr
 
 
 def test_full_disk(tmp_path, corpus_file):

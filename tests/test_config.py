@@ -106,3 +106,19 @@ def test_ff_width_is_eight_thirds_in_multiples_of_64():
 
 def test_micro_batches_default_to_the_batch():
     assert TrainConfig().micro_batch == 0
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value"),
+    [
+        ("model", "loops", "4"), ("model", "loops", 2.0), ("model", "loops", True),
+        ("model", "loops", 2**31), ("model", "arm", "zzz"), ("model", "p", "x"),
+        ("model", "qk_norm", 1), ("data", "path", 5), ("train", "lr", None),
+        ("train", "seed", 2**63),
+    ],
+)  # fmt: skip
+def test_values_of_another_type_are_refused(part, name, value):
+    raw = json.loads(Config().to_json())
+    raw[part][name] = value
+    with pytest.raises(InputError, match=rf"{part}\.{name}={value!r}: must be"):
+        Config.from_json(json.dumps(raw))

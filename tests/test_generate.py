@@ -57,6 +57,13 @@ def test_top_k_1_is_greedy(model):
     )
 
 
+@pytest.mark.parametrize("temperature", [1e-320, 1e-30, 1e30, float("inf")])
+def test_extreme_temperatures_are_greedy_or_uniform(model, temperature):
+    out = sample(model, prompts(), 9, temperature=temperature)
+    if temperature < 1:
+        assert torch.equal(out, sample(model, prompts(), 9, temperature=0))
+
+
 def test_other_loop_counts(model):
     outs = [sample(model, prompts(), 7, temperature=0, loops=loops) for loops in (1, 3, 6)]
     assert torch.equal(outs[1], sample(model, prompts(), 7, temperature=0))
