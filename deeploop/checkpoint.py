@@ -101,9 +101,11 @@ def _sync(path: Path) -> None:
 
 
 def prune(run: Path, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints; 0 keeps all."""
+    """Delete all but the newest `keep` checkpoints (0 keeps all) and what kills left half done."""
     for old in steps(run)[:-keep] if keep else []:
-        shutil.rmtree(old)
+        old.rename(old.with_name(f".{old.name}.old"))  # so that it, too, is whole or absent
+    for part in (run / "checkpoints").glob(".step_*"):
+        shutil.rmtree(part)
 
 
 def steps(run: Path) -> list[Path]:

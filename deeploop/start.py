@@ -2,7 +2,9 @@
 
 import dataclasses
 import math
+import os
 import shutil
+import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -24,6 +26,8 @@ def resolve(config: Config, corpus: Corpus) -> Config:
     precision = config.train.precision
     if precision == "auto":
         precision = "bf16" if computes_in_bf16(device) else "fp32"
+    if config.train.compile and device.type == "cpu":
+        check_compiler()
     vocab = config.model.vocab_size or corpus.vocab_size
     if vocab < corpus.vocab_size:
         raise InputError(
@@ -32,6 +36,16 @@ def resolve(config: Config, corpus: Corpus) -> Config:
         )
     config = config.replace("model", vocab_size=vocab)
     return config.replace("train", device=str(device), precision=precision)
+
+
+def check_compiler() -> None:
+    """Refuse train.compile on a CPU where torch would find no C++ compiler at step one."""
+    name = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    if shutil.which(name) is None:
+        raise InputError(
+            f"train.compile=True: needs a C++ compiler, and {name!r} is not found; install it, "
+            "set CXX, or leave train.compile out"
+        )
 
 
 def describe(trainer: Trainer) -> list[str]:

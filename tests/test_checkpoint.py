@@ -148,3 +148,10 @@ def test_other_folders_beside_checkpoints_are_ignored(tmp_path):
     (tmp_path / "checkpoints" / "step_000002.bak").mkdir()
     (tmp_path / "checkpoints" / "step_old").mkdir()
     assert checkpoint.find(str(tmp_path)).step == 1
+
+
+def test_what_a_killed_save_left_is_cleared_away(tmp_path):
+    checkpoint.save(tmp_path, 1, *make())
+    (tmp_path / "checkpoints" / ".step_000002.99").mkdir()
+    checkpoint.prune(tmp_path, 2)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_000001"]

@@ -270,6 +270,13 @@ def test_damaged_metrics_are_refused_and_kept(config, quiet, tmp_path):
     assert metrics.read_bytes() == before
 
 
+def test_a_compiler_that_is_not_there_is_refused(config, quiet, tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "/nowhere/g++")
+    with pytest.raises(InputError, match=r"train\.compile.*/nowhere/g\+\+"):
+        open_run(config.replace("train", compile=True), quiet)
+    assert not (tmp_path / "run").exists()
+
+
 def test_due():
     assert [s for s in range(1, 8) if due(s, 3, 7)] == [3, 6, 7]
     assert [s for s in range(1, 8) if due(s, 0, 7)] == [7]
