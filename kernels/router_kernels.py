@@ -250,7 +250,7 @@ _FORWARD = {
     32: Config(64, 64, 4),
     64: Config(64, 64, 4),
     128: Config(32, 64, 8),
-    256: Config(16, 64, 8),
+    256: Config(32, 32, 8),
     512: Config(16, 32, 16),
 }
 _DLOGITS = {
@@ -261,7 +261,7 @@ _DLOGITS = {
     256: Config(1, 32, 8),
     512: Config(1, 16, 8),
 }
-_DX = Config(128, 64, 4)
+_DX = Config(64, 64, 4)
 _DX_EXPERTS = 32
 _DW = {
     16: Config(64, 64, 4, per_sm=2),

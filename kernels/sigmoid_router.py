@@ -29,9 +29,10 @@ PyTorch indexes with them. load is int64: counters add it up over whole runs.
 Bytes: forward one pass over x. Beside it 8 k bytes a token, and 4 E for the
 logits where a gradient will be asked for: with bfloat16 x those are 2 E / d of a
 pass, less than the pass that computing them again would read. Backward: one pass
-writes dx, one reads x for dw; dlogits is written once and read once, 4 E / d of
-a pass. (A library GEMM for dw needs x in float32: 5 passes instead of 1, and it
-obeys the process's TF32 switch.) w comes out of L2.
+writes dx, one reads x for dw; dlogits costs 4 E bytes a token each time it is
+written and read, once up to 128 experts (above, dx is a kernel of its own, which
+reads it too). A library GEMM for dw needs x in float32: 5 passes instead of 1,
+and it obeys the process's TF32 switch. w comes out of L2.
 
 The matrix products run on tensor cores without giving up float32: every float32
 is a sum of three bfloat16, and six of the nine partial products are kept (the
