@@ -13,7 +13,7 @@ from .rows import Launch, jit, load, load_or_zero, rsqrt_mean, store, tile, tl
 
 
 @jit(do_not_specialize=["n_rows", "scale", "eps"])
-def _forward_kernel(
+def branch_sandwich_forward_kernel(
     h_ptr, f_ptr, w_branch_ptr, w_next_ptr, h_new_ptr, n_ptr, r1_ptr, r2_ptr, n_rows, scale, eps,
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -75,7 +75,7 @@ def _write(
 
 
 @jit(do_not_specialize=["n_rows", "scale"])
-def _backward_kernel(
+def branch_sandwich_backward_kernel(
     dh_new_ptr, dn_ptr, h_ptr, f_ptr, w_branch_ptr, w_next_ptr, r1_ptr, r2_ptr, dh_ptr, df_ptr,
     dw_branch_ptr, dw_next_ptr, n_rows, scale,
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
@@ -111,7 +111,7 @@ def _backward_kernel(
 
 
 @jit(do_not_specialize=["n_rows", "n_chunks", "scale"])
-def _backward_wide_kernel(
+def branch_sandwich_backward_wide_kernel(
     dh_new_ptr, dn_ptr, h_ptr, f_ptr, w_branch_ptr, w_next_ptr, r1_ptr, r2_ptr, dh_ptr, df_ptr,
     dw_branch_ptr, dw_next_ptr, n_rows, n_chunks, scale,
     D: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, SPLITS: tl.constexpr,
@@ -206,7 +206,7 @@ def forward_launch(
         "scale": scale, "eps": eps, "D": d, "BLOCK": config.block, "ROWS": config.rows,
     }  # fmt: skip
     grid = -(-n_rows // config.rows)
-    return (h_new, n, r1, r2), Launch(_forward_kernel, grid, args, config)
+    return (h_new, n, r1, r2), Launch(branch_sandwich_forward_kernel, grid, args, config)
 
 
 def backward_launch(
@@ -236,9 +236,9 @@ def backward_launch(
         "scale": scale, "D": d, "BLOCK": config.block,
     }  # fmt: skip
     if config.chunks == 1:
-        kernel, args["ROWS"] = _backward_kernel, config.rows
+        kernel, args["ROWS"] = branch_sandwich_backward_kernel, config.rows
     else:
-        kernel = _backward_wide_kernel
+        kernel = branch_sandwich_backward_wide_kernel
         args |= {"n_chunks": config.chunks, "CHUNKS": config.chunks // config.splits}
         args["SPLITS"] = config.splits
     return [dh, df, *partials], Launch(kernel, groups * config.splits, args, config)

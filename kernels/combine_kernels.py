@@ -33,7 +33,7 @@ def _combine(
 
 
 @jit(do_not_specialize=["n_rows", "scale", "eps"])
-def _forward_kernel(
+def expert_combine_forward_kernel(
     h_ptr, routed_ptr, slots_ptr, weights_ptr, shared_ptr, w_branch_ptr, w_next_ptr, h_new_ptr,
     n_ptr, r1_ptr, r2_ptr, n_rows, scale, eps,
     D: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
@@ -100,7 +100,7 @@ def _spread(
 
 
 @jit(do_not_specialize=["n_rows", "scale"])
-def _backward_kernel(
+def expert_combine_backward_kernel(
     dh_new_ptr, dn_ptr, routed_ptr, slots_ptr, weights_ptr, shared_ptr, w_branch_ptr, w_next_ptr,
     h_ptr, r1_ptr, r2_ptr, dh_ptr, drouted_ptr, dweights_ptr, dshared_ptr, dw_branch_ptr,
     dw_next_ptr, used_ptr, n_rows, scale,
@@ -157,7 +157,7 @@ def _backward_kernel(
 
 
 @jit(do_not_specialize=["n_rows", "n_chunks", "scale"])
-def _backward_wide_kernel(
+def expert_combine_backward_wide_kernel(
     dh_new_ptr, dn_ptr, routed_ptr, slots_ptr, weights_ptr, shared_ptr, w_branch_ptr, w_next_ptr,
     h_ptr, r1_ptr, r2_ptr, dh_ptr, drouted_ptr, dweights_ptr, dshared_ptr, dw_branch_ptr,
     dw_next_ptr, used_ptr, n_rows, n_chunks, scale,
@@ -253,7 +253,7 @@ def _backward_wide_kernel(
 
 
 @jit(do_not_specialize=["n_slots"])
-def _zero_kernel(
+def expert_combine_zero_kernel(
     used_ptr, drouted_ptr, n_slots, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
     """Zeros for the rows of drouted that no slot names."""
@@ -295,7 +295,9 @@ def forward_launch(
         "n_ptr": n, "r1_ptr": r1, "r2_ptr": r2, "n_rows": n_rows, "scale": scale, "eps": eps,
         "D": d, "K": slots.shape[1], "BLOCK": config.block, "ROWS": config.rows,
     }  # fmt: skip
-    return (h_new, n, r1, r2), Launch(_forward_kernel, -(-n_rows // config.rows), args, config)
+    return (h_new, n, r1, r2), Launch(
+        expert_combine_forward_kernel, -(-n_rows // config.rows), args, config
+    )
 
 
 def _backward_config(d: int, itemsize: int) -> Config:
@@ -347,9 +349,9 @@ def backward_launches(
         "BLOCK_K": 1 << (k - 1).bit_length(),
     }  # fmt: skip
     if config.chunks == 1:
-        kernel, args["ROWS"] = _backward_kernel, config.rows
+        kernel, args["ROWS"] = expert_combine_backward_kernel, config.rows
     else:
-        kernel = _backward_wide_kernel
+        kernel = expert_combine_backward_wide_kernel
         args |= {"n_chunks": config.chunks, "CHUNKS": config.chunks // config.splits}
         args["SPLITS"] = config.splits
     launches = [Launch(kernel, groups * config.splits, args, config)]
@@ -357,7 +359,7 @@ def backward_launches(
         zero = {"used_ptr": used, "drouted_ptr": drouted, "n_slots": len(routed), "D": d}
         zero |= {"BLOCK": ZEROED.block, "ROWS": ZEROED.rows}
         grid = -(-len(routed) // ZEROED.rows)
-        launches.append(Launch(_zero_kernel, grid, zero, ZEROED))
+        launches.append(Launch(expert_combine_zero_kernel, grid, zero, ZEROED))
     return [dh, drouted, dweights, dshared, *partials], launches
 
 

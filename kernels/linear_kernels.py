@@ -28,7 +28,7 @@ class Coefficients(NamedTuple):
 
 
 @jit(do_not_specialize=["n_rows", "a", "b", "c", "g", "e", "q", "u", "v", "eps"])
-def _forward_kernel(
+def linear_update_forward_kernel(
     h_ptr, f_ptr, local_ptr, glob_ptr, w_next_ptr, h_new_ptr, local_new_ptr, glob_new_ptr,
     n_ptr, r_ptr, n_rows, a, b, c, g, e, q, u, v, eps,
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
@@ -114,7 +114,7 @@ def _write(
 
 
 @jit(do_not_specialize=["n_rows", "a", "b", "c", "g", "e", "q", "u", "v"])
-def _backward_kernel(
+def linear_update_backward_kernel(
     dh_new_ptr, dlocal_new_ptr, dglob_new_ptr, dn_ptr, h_new_ptr, w_next_ptr, r_ptr, dh_ptr,
     df_ptr, dlocal_ptr, dglob_ptr, dw_next_ptr, n_rows, a, b, c, g, e, q, u, v,
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, GLOBAL: tl.constexpr,
@@ -146,7 +146,7 @@ def _backward_kernel(
 
 
 @jit(do_not_specialize=["n_rows", "n_chunks", "a", "b", "c", "g", "e", "q", "u", "v"])
-def _backward_wide_kernel(
+def linear_update_backward_wide_kernel(
     dh_new_ptr, dlocal_new_ptr, dglob_new_ptr, dn_ptr, h_new_ptr, w_next_ptr, r_ptr, dh_ptr,
     df_ptr, dlocal_ptr, dglob_ptr, dw_next_ptr, n_rows, n_chunks, a, b, c, g, e, q, u, v,
     D: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, GLOBAL: tl.constexpr,
@@ -234,7 +234,7 @@ def forward_launch(
         "n_ptr": out.n, "r_ptr": out.r, "n_rows": n_rows, **k._asdict(), "eps": eps,
         "D": d, "BLOCK": config.block, "ROWS": config.rows, "EARLY": config.block > 8192,
     }  # fmt: skip
-    return out, Launch(_forward_kernel, -(-n_rows // config.rows), args, config)
+    return out, Launch(linear_update_forward_kernel, -(-n_rows // config.rows), args, config)
 
 
 def backward_launch(
@@ -265,9 +265,9 @@ def backward_launch(
         "n_rows": n_rows, **k._asdict(), "D": d, "BLOCK": config.block, "GLOBAL": has_glob,
     }  # fmt: skip
     if config.chunks == 1:
-        kernel, args["ROWS"] = _backward_kernel, config.rows
+        kernel, args["ROWS"] = linear_update_backward_kernel, config.rows
     else:
-        kernel = _backward_wide_kernel
+        kernel = linear_update_backward_wide_kernel
         args |= {"n_chunks": config.chunks, "CHUNKS": config.chunks}
     return [dh, df, dlocal, dglob, partial], Launch(kernel, groups, args, config)
 

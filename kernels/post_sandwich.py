@@ -79,7 +79,7 @@ def post_sandwich(
 
 
 @jit(do_not_specialize=["n_rows", "alpha", "eps"])
-def _forward_kernel(
+def post_sandwich_forward_kernel(
     h_ptr, f_ptr, w_out_ptr, w_next_ptr, h_new_ptr, n_ptr, r1_ptr, r2_ptr, n_rows, alpha, eps,
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -155,7 +155,7 @@ def _write(
 
 
 @jit(do_not_specialize=["n_rows", "alpha", "eps"])
-def _backward_kernel(
+def post_sandwich_backward_kernel(
     dh_new_ptr, dn_ptr, h_ptr, f_ptr, w_out_ptr, w_next_ptr, r1_ptr, r2_ptr, dh_ptr, df_ptr,
     dw_out_ptr, dw_next_ptr, n_rows, alpha, eps,
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
@@ -190,7 +190,7 @@ def _backward_kernel(
 
 
 @jit(do_not_specialize=["n_rows", "n_chunks", "alpha", "eps"])
-def _backward_wide_kernel(
+def post_sandwich_backward_wide_kernel(
     dh_new_ptr, dn_ptr, h_ptr, f_ptr, w_out_ptr, w_next_ptr, r1_ptr, r2_ptr, dh_ptr, df_ptr,
     dw_out_ptr, dw_next_ptr, n_rows, n_chunks, alpha, eps,
     D: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, SPLITS: tl.constexpr,
@@ -274,7 +274,7 @@ def _forward_launch(
         "D": d, "BLOCK": config.block, "ROWS": config.rows,
     }  # fmt: skip
     grid = -(-n_rows // config.rows)
-    return (h_new, n, r1, r2), Launch(_forward_kernel, grid, args, config)
+    return (h_new, n, r1, r2), Launch(post_sandwich_forward_kernel, grid, args, config)
 
 
 def _backward_launch(
@@ -304,9 +304,9 @@ def _backward_launch(
         "eps": eps, "D": d, "BLOCK": config.block,
     }  # fmt: skip
     if config.chunks == 1:
-        kernel, args["ROWS"] = _backward_kernel, config.rows
+        kernel, args["ROWS"] = post_sandwich_backward_kernel, config.rows
     else:
-        kernel = _backward_wide_kernel
+        kernel = post_sandwich_backward_wide_kernel
         args |= {"n_chunks": config.chunks, "CHUNKS": config.chunks // config.splits}
         args["SPLITS"] = config.splits
     return [dh, df, *partials], Launch(kernel, groups * config.splits, args, config)

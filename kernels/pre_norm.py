@@ -69,7 +69,7 @@ def pre_norm(
 
 
 @jit(do_not_specialize=["n_rows", "scale", "eps"])
-def _forward_kernel(
+def pre_norm_forward_kernel(
     h_ptr, f_ptr, w_next_ptr, h_new_ptr, n_ptr, r_ptr, n_rows, scale, eps,
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -116,7 +116,7 @@ def _write(
 
 
 @jit(do_not_specialize=["n_rows", "scale"])
-def _backward_kernel(
+def pre_norm_backward_kernel(
     dh_new_ptr, dn_ptr, h_new_ptr, w_next_ptr, r_ptr, dh_ptr, df_ptr, dw_next_ptr, n_rows,
     scale,
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
@@ -140,7 +140,7 @@ def _backward_kernel(
 
 
 @jit(do_not_specialize=["n_rows", "n_chunks", "scale"])
-def _backward_wide_kernel(
+def pre_norm_backward_wide_kernel(
     dh_new_ptr, dn_ptr, h_new_ptr, w_next_ptr, r_ptr, dh_ptr, df_ptr, dw_next_ptr, n_rows,
     n_chunks, scale,
     D: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
@@ -197,7 +197,7 @@ def _forward_launch(
         "ROWS": config.rows,
     }  # fmt: skip
     grid = -(-n_rows // config.rows)
-    return (h_new, n, r), Launch(_forward_kernel, grid, args, config)
+    return (h_new, n, r), Launch(pre_norm_forward_kernel, grid, args, config)
 
 
 def _backward_launch(
@@ -223,9 +223,9 @@ def _backward_launch(
         "scale": scale, "D": d, "BLOCK": config.block,
     }  # fmt: skip
     if config.chunks == 1:
-        kernel, args["ROWS"] = _backward_kernel, config.rows
+        kernel, args["ROWS"] = pre_norm_backward_kernel, config.rows
     else:
-        kernel = _backward_wide_kernel
+        kernel = pre_norm_backward_wide_kernel
         args |= {"n_chunks": config.chunks, "CHUNKS": config.chunks}
     return [dh, df, partial], Launch(kernel, groups, args, config)
 

@@ -18,9 +18,16 @@ def _dot(b_a, b_b, b_sum, PRECISION: tl.constexpr):
         b_rest = b_b - b_high.to(tl.float32)
         b_middle = b_rest.to(tl.bfloat16)
         b_low = (b_rest - b_middle.to(tl.float32)).to(tl.bfloat16)
-        b_sum = tl.dot(b_a, b_low, b_sum)
-        b_sum = tl.dot(b_a, b_middle, b_sum)
-        return tl.dot(b_a, b_high, b_sum)
+        b_part = tl.dot(b_a, b_low)
+        b_part = tl.dot(b_a, b_middle, b_part)
+        b_part = tl.dot(b_a, b_high, b_part)
+        # Tensor cores cut their sums short: over 4096 columns the logits came out 40
+        # times less exact than a float32 product (H200). So each tile is added up by
+        # ordinary float32; the move keeps the compiler from merging that sum back in.
+        b_part = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [b_part], dtype=tl.float32, is_pure=True, pack=1
+        )
+        return b_sum + b_part
     return tl.dot(b_a.to(tl.float32), b_b, b_sum, input_precision=PRECISION)
 
 
@@ -75,7 +82,7 @@ def _order(b_x, m_e, LOWEST: tl.constexpr):
 
 
 @jit(do_not_specialize=["n_rows"])
-def _forward_kernel(
+def sigmoid_router_forward_kernel(
     x_ptr, w_ptr, bias_ptr, logits_ptr, weights_ptr, indices_ptr, load_ptr, z_ptr, n_rows,
     D: tl.constexpr, E: tl.constexpr, K: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
@@ -149,7 +156,7 @@ def _through_weights(dweights_ptr, indices_ptr, b_logits, o_row, o_e, m_row, K: 
 
 
 @jit(do_not_specialize=["n_rows", "per_row"])
-def _backward_kernel(
+def sigmoid_router_backward_kernel(
     dweights_ptr, dz_ptr, w_ptr, logits_ptr, indices_ptr, dlogits_ptr, dx_ptr, n_rows, per_row,
     D: tl.constexpr, E: tl.constexpr, K: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
@@ -186,7 +193,7 @@ def _backward_kernel(
 
 
 @jit(do_not_specialize=["n_rows"])
-def _dx_kernel(
+def sigmoid_router_dx_kernel(
     dlogits_ptr, w_ptr, dx_ptr, n_rows,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     ROWS: tl.constexpr, PRECISION: tl.constexpr,
@@ -211,7 +218,7 @@ def _dx_kernel(
 
 
 @jit(do_not_specialize=["n_rows"])
-def _dw_kernel(
+def sigmoid_router_dw_kernel(
     dlogits_ptr, x_ptr, dw_ptr, n_rows,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     ROWS: tl.constexpr, PRECISION: tl.constexpr,
@@ -304,7 +311,9 @@ def forward_launch(
         "E": experts, "K": top_k, "BLOCK_D": config.block, "BLOCK_E": _tiles(experts),
         "BLOCK_K": _power(top_k), "ROWS": config.rows, "PRECISION": _precision(),
     }  # fmt: skip
-    return (weights, indices, load, z, logits), Launch(_forward_kernel, grid, args, config)
+    return (weights, indices, load, z, logits), Launch(
+        sigmoid_router_forward_kernel, grid, args, config
+    )
 
 
 def backward_launches(
@@ -330,7 +339,7 @@ def backward_launches(
         "K": indices.shape[1], "BLOCK_D": config.block, "BLOCK_E": tiles, "ROWS": config.rows,
         "PRECISION": _precision(),
     }  # fmt: skip
-    launches = [Launch(_backward_kernel, -(-n_rows // config.rows), args, config)]
+    launches = [Launch(sigmoid_router_backward_kernel, -(-n_rows // config.rows), args, config)]
     dw = None
     if dlogits is not None and dx is not None and not fused:
         launches.append(_dx_launch(dlogits, w, dx))
@@ -348,7 +357,9 @@ def _dx_launch(dlogits: Tensor, w: Tensor, dx: Tensor) -> Launch:
         "BLOCK_D": config.block, "BLOCK_E": _DX_EXPERTS, "ROWS": config.rows,
         "PRECISION": _precision(),
     }  # fmt: skip
-    return Launch(_dx_kernel, -(-n_rows // config.rows) * -(-d // config.block), args, config)
+    return Launch(
+        sigmoid_router_dx_kernel, -(-n_rows // config.rows) * -(-d // config.block), args, config
+    )
 
 
 def _dw_launch(dlogits: Tensor, x: Tensor) -> tuple[Tensor, Launch]:
@@ -364,7 +375,7 @@ def _dw_launch(dlogits: Tensor, x: Tensor) -> tuple[Tensor, Launch]:
         "BLOCK_D": config.block, "BLOCK_E": block, "ROWS": config.rows,
         "PRECISION": _precision(),
     }  # fmt: skip
-    return dw, Launch(_dw_kernel, tiles * shares, args, config)
+    return dw, Launch(sigmoid_router_dw_kernel, tiles * shares, args, config)
 
 
 def aot_launches(x: Tensor, w: Tensor) -> dict[str, Launch]:

@@ -11,7 +11,7 @@ pytestmark = [
 every_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 TOLERANCE = {
     torch.float32: {"rtol": 1e-4, "atol": 1e-4},
-    torch.bfloat16: {"rtol": 2e-2, "atol": 6e-2},
+    torch.bfloat16: {"rtol": 2e-2, "atol": 8e-2},  # sums over 129 rows, rounded to bfloat16
     torch.float16: {"rtol": 3e-3, "atol": 1e-2},
 }
 
