@@ -24,10 +24,10 @@ class ModelConfig:
     """A looped language model: K = n_layers physical blocks, run R = loops times."""
 
     arm: Annotated[Arm, _flag("residual rule: baseline is a pre-norm loop")] = "deeploop"
-    d_model: Annotated[int, _flag("width of the residual stream")] = 128
+    d_model: Annotated[int, _flag("width of the residual stream")] = 192
     n_layers: Annotated[int, _flag("physical blocks K, attention + SwiGLU each")] = 2
     loops: Annotated[int, _flag("loops R in training; alpha and beta follow from K*R")] = 4
-    n_heads: Annotated[int, _flag("attention heads; must divide d_model")] = 2
+    n_heads: Annotated[int, _flag("attention heads; must divide d_model")] = 3
     d_ff: Annotated[int, _flag("SwiGLU inner width; 0 means 8/3 d_model, up to 64s")] = 0
     vocab_size: Annotated[int, _flag("rows of the tied embedding; 0: the tokenizer's")] = 0
     seq_len: Annotated[int, _flag("tokens per training sequence")] = 128
@@ -85,10 +85,10 @@ class DataConfig:
 class TrainConfig:
     """One run of the trainer."""
 
-    steps: Annotated[int, _flag("optimizer steps", "--steps")] = 600
-    batch_size: Annotated[int, _flag("sequences per optimizer step")] = 8
+    steps: Annotated[int, _flag("optimizer steps", "--steps")] = 280
+    batch_size: Annotated[int, _flag("sequences per optimizer step")] = 16
     micro_batch: Annotated[int, _flag("sequences per forward; 0 means batch_size")] = 0
-    lr: Annotated[float, _flag("peak learning rate", "--lr")] = 2e-3
+    lr: Annotated[float, _flag("peak learning rate", "--lr")] = 1.5e-3
     schedule: Annotated[Literal["wsd", "cosine"], _flag("shape of the learning rate")] = "wsd"
     warmup: Annotated[float, _flag("fraction of steps spent warming up")] = 0.1
     decay: Annotated[float, _flag("fraction of steps spent decaying (wsd)")] = 0.1
@@ -107,7 +107,7 @@ class TrainConfig:
     )
     seed: Annotated[int, _flag("seed of the weights and of the data order", "--seed")] = 0
     log_every: Annotated[int, _flag("steps between lines of metrics.jsonl")] = 10
-    eval_every: Annotated[int, _flag("steps between validations; 0: only at the end")] = 200
+    eval_every: Annotated[int, _flag("steps between validations; 0: only at the end")] = 100
     eval_tokens: Annotated[int, _flag("held-out tokens per validation; 0 means all")] = 0
     save_every: Annotated[int, _flag("steps between checkpoints; 0: only at the end")] = 100
     keep: Annotated[int, _flag("checkpoints kept, newest first; 0 means all")] = 2

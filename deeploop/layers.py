@@ -51,9 +51,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None and T > 1
         )
-    future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
-    scores = torch.matmul(q * q.shape[-1] ** -0.5, k.transpose(-1, -2))
-    return torch.matmul(scores.masked_fill_(future, -torch.inf).softmax(-1), v)
+    future = q.new_full((T, T), -torch.inf).triu(1).expand(q.shape[0] * q.shape[1], T, T)
+    q3, k3, v3 = (x.flatten(0, 1) for x in (q, k, v))
+    scores = torch.baddbmm(future, q3, k3.transpose(1, 2), alpha=q.shape[-1] ** -0.5)
+    return torch.bmm(scores.softmax(-1), v3).view(q.shape)
 
 
 class Attention(nn.Module):
