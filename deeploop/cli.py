@@ -26,7 +26,7 @@ T = TypeVar("T")
 HELP = f"""deeploop {__version__}: train looped Transformers on fused kernels
 
   deeploop train [PRESET] [options]     train; without options: a small model on
-                                        real text, about a minute on two CPU cores
+                                        real text, under two minutes on two CPU cores
   deeploop generate RUN --prompt TEXT   continue a text with a trained model
   deeploop data INPUT OUT               tokenise text into shards, once
 

@@ -66,7 +66,7 @@ def test_unknown_and_missing_keys_are_refused():
         ("model", "vocab_size", -1),
         ("model", "norm_eps", 0.0),
         ("model", "rope_base", float("nan")),
-        ("model", "n_heads", 3),
+        ("model", "n_heads", 5),
         ("model", "n_heads", 128),
         ("model", "p", 3.0),
         ("model", "p", float("nan")),
