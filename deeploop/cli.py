@@ -101,6 +101,8 @@ def train(arguments: list[str]) -> int:
     trainer = open_run(parsed.config, console, found)
     for line in describe(trainer):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
+    if trainer.done == trainer.config.train.steps:
+        console.print(f"already at step {trainer.done}; give more --steps to go on")
     summary = trainer.fit()
     report(summary, trainer, console)
     return 128 + signal.Signals[summary["stopped_by"]] if "stopped_by" in summary else 0
@@ -132,7 +134,9 @@ def report(summary: dict[str, Any], trainer: "Trainer", console: Console) -> Non
 
 @dataclasses.dataclass
 class GenerateArguments:
-    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(help="run folder or checkpoint")]
+    run: Annotated[
+        tyro.conf.Positional[str], tyro.conf.arg(help="run folder or checkpoint", metavar="RUN")
+    ]
     prompt: Annotated[str, tyro.conf.arg(help="text to continue; FILE:path reads a file")]
     tokens: Annotated[int, tyro.conf.arg(help="tokens to add")] = 200
     temperature: Annotated[float, tyro.conf.arg(help="0 is greedy")] = 0.8
@@ -161,9 +165,11 @@ def generate(arguments: list[str]) -> int:
 class DataArguments:
     input: Annotated[
         tyro.conf.Positional[str],
-        tyro.conf.arg(help=".txt, .jsonl or .parquet, or a folder of them"),
+        tyro.conf.arg(help=".txt, .jsonl or .parquet, or a folder of them", metavar="INPUT"),
     ]
-    out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(help="folder for the shards")]
+    out: Annotated[
+        tyro.conf.Positional[str], tyro.conf.arg(help="folder for the shards", metavar="OUT")
+    ]
     tokenizer: Annotated[str, tyro.conf.arg(help="byte, gpt2, gpt2:DIR, or a tokenizer.json")] = (
         "gpt2"
     )

@@ -220,7 +220,8 @@ def _shard_corpus(source: Path, spec: str, val_fraction: float, vocab_size: int 
         vocab = vocab_size
     else:
         vocab = max(ASSUMED_VOCAB[shard.dtype] for shard in shards.train + shards.val)
-        note = f"vocabulary assumed from the layout of {source.name}"
+        assumed = f"vocabulary assumed from the layout of {source.name}"
+        note = f"{note}; {assumed}" if note else assumed
     train = TokenStream(shards.train, vocab)
     val = TokenStream(shards.val, vocab)
     if not shards.val:
@@ -233,9 +234,19 @@ def _shard_corpus(source: Path, spec: str, val_fraction: float, vocab_size: int 
 
 
 def _shard_tokenizer(source: Path, spec: str, meta: dict[str, Any]) -> tuple[Tokenizer | None, str]:
-    """The tokenizer given, else the one the shards name; and what to say if it cannot be had."""
-    if spec != "byte":
-        given = load_tokenizer(spec)
+    """The tokenizer given, else the one the shards name; and what to say if it cannot be had.
+
+    GPT-2's comes with presets and needs a network once, so tokens train without it.
+    """
+    try:
+        given = load_tokenizer(spec) if spec != "byte" else None
+    except InputError as error:
+        if spec != "gpt2":
+            raise
+        if not meta.get("tokenizer"):
+            return None, str(error)
+        given = None
+    if given is not None:
         if meta and given.vocab_size != meta["vocab_size"]:
             raise InputError(
                 f"tokenizer {spec!r} has {given.vocab_size} ids, but the shards in {source} were "

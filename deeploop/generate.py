@@ -136,4 +136,12 @@ def continue_text(
         seed=seed,
         stop=tokenizer.eot,
     )
-    return [tokenizer.decode(row) for row in out.tolist()]
+    rows = out.tolist()
+    if tokenizer.eot is not None:
+        rows = [_until(row, len(ids), tokenizer.eot) for row in rows]
+    return [tokenizer.decode(row) for row in rows]
+
+
+def _until(row: list[int], start: int, stop: int) -> list[int]:
+    """The row up to the first `stop` behind its prompt: a batch goes on until all have one."""
+    return row[: row.index(stop, start)] if stop in row[start:] else row

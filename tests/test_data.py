@@ -14,6 +14,7 @@ from deeploop.data import default_cache, load_corpus, prepare
 from deeploop.errors import InputError
 from deeploop.order import ngram_bits
 from deeploop.shards import TokenStream, write_shard
+from deeploop.tokenizer import load_tokenizer
 
 FORK = multiprocessing.get_context("fork")
 
@@ -344,3 +345,20 @@ def test_bad_preparations_are_refused_and_leave_nothing(tmp_path):
     refused(lambda: prepare(str(tmp_path / "none"), out), "does not exist")
     refused(lambda: prepare("", out, "nonsense"), "nonsense")
     assert not Path(out).exists()
+
+
+def test_shards_train_where_the_presets_gpt2_tokenizer_cannot_be_had(tmp_path, monkeypatch):
+    """A preset names GPT-2's; ready tokens need none, and a note says that there is none."""
+    out = tmp_path / "shards"
+    prepare("", str(out), "byte")
+
+    def refuse(spec, folder=None):
+        if spec == "gpt2":
+            raise InputError("tokenizer 'gpt2' could not be fetched")
+        return load_tokenizer(spec, folder)
+
+    monkeypatch.setattr("deeploop.data.load_tokenizer", refuse)
+    assert load_corpus(str(out), "gpt2").tokenizer.name == "byte"
+    (out / "meta.json").unlink()
+    corpus = load_corpus(str(out), "gpt2")
+    assert corpus.tokenizer is None and "could not be fetched" in corpus.note

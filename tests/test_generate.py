@@ -4,7 +4,7 @@ from torch._dynamo.testing import CompileCounter
 
 from deeploop.config import ModelConfig
 from deeploop.errors import InputError
-from deeploop.generate import continue_text, sample
+from deeploop.generate import _until, continue_text, sample
 from deeploop.lm import LoopLM
 from deeploop.start import open_run
 
@@ -74,6 +74,11 @@ def test_stops_when_every_row_has_ended(model):
     greedy = sample(model, prompts(1), 7, temperature=0)
     stop = int(greedy[0, 6])
     assert sample(model, prompts(1), 7, temperature=0, stop=stop).shape[1] <= 7
+
+
+def test_a_row_ends_at_its_own_end_of_text():
+    assert _until([5, 9, 1, 2, 9, 3], start=2, stop=9) == [5, 9, 1, 2]
+    assert _until([5, 9, 1, 2], start=2, stop=9) == [5, 9, 1, 2]
 
 
 def test_an_empty_prompt_is_refused(model):
