@@ -19,25 +19,33 @@ from torch import Tensor, nn
 
 from deeploop.errors import InputError
 
+BLOCK = 128  # of its sparse matrices, which it sizes even where it does not use them
+
 
 def build(moe: Any) -> nn.Module:
     """Its ParallelDroplessMLP for our sizes, without memory of its own."""
+    n_experts, d_model, d_expert = moe.down.shape
+    if n_experts * d_expert < BLOCK:
+        raise InputError(
+            f"d_expert={d_expert}: megablocks needs n_experts * d_expert of at least {BLOCK}; "
+            "use wider experts or backend 'grouped_mm'"
+        )
     try:
         from megablocks.layers.arguments import Arguments
         from megablocks.layers.dmoe import ParallelDroplessMLP
-    except ImportError as missing:
+
+        arguments = Arguments(
+            hidden_size=d_model, ffn_hidden_size=d_expert, bias=False, return_bias=False,
+            activation_fn=F.silu, moe_num_experts=n_experts, moe_top_k=moe.top_k,
+            # Its balancing loss piles up in a list of its module; ours is a bias.
+            moe_loss_weight=0, mlp_type="glu", mlp_impl="grouped", fp16=False, bf16=True,
+            device="meta",
+        )  # fmt: skip
+    except (ImportError, AssertionError) as missing:  # it asserts that grouped_gemm is there
         raise InputError(
-            f"backend='megablocks': cannot be imported ({missing}); install megablocks with its "
+            f"backend='megablocks': cannot be used here ({missing}); install megablocks with its "
             "CUDA extension and grouped_gemm, or use backend 'grouped_mm'"
         ) from None
-    n_experts, d_model, d_expert = moe.down.shape
-    arguments = Arguments(
-        hidden_size=d_model, ffn_hidden_size=d_expert, bias=False, return_bias=False,
-        activation_fn=F.silu, moe_num_experts=n_experts, moe_top_k=moe.top_k,
-        # Its balancing loss piles up in a list of the module's; ours is a bias.
-        moe_loss_weight=0, mlp_type="glu", mlp_impl="grouped", fp16=False, bf16=True,
-        device="meta",
-    )  # fmt: skip
     return ParallelDroplessMLP(arguments)
 
 
@@ -56,7 +64,9 @@ def run(
         f"mlp.{name}": w.reshape(-1, x.shape[1])
         for name, w in (("w1", gate), ("v1", up), ("w2", w2))
     }
-    rows = torch.func.functional_call(peer, borrowed, (x[None], None, weights.to(x.dtype), indices))
+    # Its kernels take the weights in float32, whatever the rows are.
+    arguments = (x.contiguous()[None], None, weights, indices)
+    rows = torch.func.functional_call(peer, borrowed, arguments)
     n_tokens = x.shape[0]
     slots = torch.arange(n_tokens, dtype=torch.int32, device=x.device)[:, None]
     return rows.view(x.shape), slots, weights.new_ones(n_tokens, 1)
