@@ -1,0 +1,163 @@
+"""Routed experts, forward and backward: one dispatch for all against a plain loop over them.
+
+    pytest bench/bench_moe.py -s [--benchmark-json=FILE]
+
+A whole MoE visit: router, 32 experts of which a token takes 6, the weighted sum, the
+residual rule and the norms around it. Contenders take turns in one run and share
+weights, router and updates:
+
+* grouped_mm: the layer as shipped (`deeploop.moe.MoE`, `expert_combine`);
+* loop: as one writes it first: for each expert its tokens (index_select), three
+  linear layers, weighted rows added in place (index_add). Every expert's matrices are
+  leaves of their own, so that no gradient has to be stacked; autocast casts them;
+* megablocks: its dropless MLP behind our router, on CUDA in bfloat16 where it imports.
+
+All must agree before anything is timed. On a CPU the ratio depends on what else runs and
+on page faults: the load average before the first call and the faults of one call are part
+of the record. Two gradients of 64 and 32 MB are fresh memory at every step, 24,000 faults
+in pages of 4 KB, while the loop's small matrices come back from the heap; so PyTorch is
+told to use huge pages where the system offers them, for everyone.
+"""
+
+import os
+import statistics
+
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # read at the first allocation
+
+import resource
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from bench.timing import interleaved, peak_of, ratio, relative_error, spread
+from deeploop.device import computes_in_bf16, device_name, pick_device
+from deeploop.errors import InputError
+from deeploop.evaluate import autocast
+from deeploop.kernels import branch_sandwich, expert_combine, sigmoid_router
+from deeploop.moe import MoE
+
+DEVICE = pick_device("auto")
+EXPERTS, TOP_K, D_MODEL, D_EXPERT = 32, 6, 512, 512
+SCALE = 0.1
+# On CUDA the host has to be waited for in the loop; more tokens show the GEMMs.
+TOKENS = (128, 4096, 65536) if DEVICE.type == "cuda" else (128, 4096)
+TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
+
+
+class PlainLoop(torch.nn.Module):
+    """The experts of a MoE with one matrix a layer, run one expert after another."""
+
+    def __init__(self, moe: MoE):
+        super().__init__()
+        gate, up = moe.gate_up.detach().chunk(2, dim=1)
+        stacks = {"gate": gate, "up": up, "down": moe.down.detach()}
+        for name, stack in stacks.items():
+            matrices = (torch.nn.Parameter(w.clone()) for w in stack)
+            setattr(self, name, torch.nn.ParameterList(matrices))
+        self.router = torch.nn.Parameter(moe.routers[0].detach().clone())
+        self.bias = moe.bias
+
+    def forward(self, n):
+        weights, indices, _, z = sigmoid_router(n, self.router, self.bias, TOP_K)
+        y = torch.zeros_like(n)
+        experts = zip(self.gate, self.up, self.down, strict=True)
+        for expert, (gate, up, down) in enumerate(experts):
+            token, slot = (indices == expert).nonzero(as_tuple=True)
+            x = n.index_select(0, token)
+            rows = F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+            y.index_add_(0, token, (rows * weights[token, slot, None]).to(y.dtype))
+        return y, z
+
+    def stacked_gradients(self):
+        gate, up, down = (
+            torch.stack([w.grad for w in ws]) for ws in (self.gate, self.up, self.down)
+        )
+        return [torch.cat((gate, up), dim=1), down, self.router.grad]
+
+
+def one_dispatch(moe, h, n):
+    routed = moe(n, 0)
+    return *expert_combine(h, *routed[:4], None, None, SCALE), routed.z
+
+
+def plain_loop(layer, h, n):
+    y, z = layer(n)
+    return *branch_sandwich(h, y, None, None, SCALE), z
+
+
+def step(visit, layer, inputs, gradients, precision):
+    """One forward and backward, gradients fresh; -> the layer's outputs and the gradient of n."""
+    h, n = inputs
+    n.grad = None
+    layer.zero_grad(set_to_none=True)
+    with autocast(DEVICE, precision):
+        outputs = visit(layer, h, n)
+    torch.autograd.backward(outputs, gradients)
+    return [*(y.detach() for y in outputs), n.grad]
+
+
+def layers(precision):
+    """The contenders, with the same weights."""
+    torch.manual_seed(0)
+    sizes = (D_MODEL, EXPERTS, TOP_K, D_EXPERT, 0, 1, 0.0)
+    moe = MoE(*sizes).to(DEVICE)
+    there = {"grouped_mm": (one_dispatch, moe), "loop": (plain_loop, PlainLoop(moe))}
+    if DEVICE.type == "cuda" and precision == "bf16":
+        try:
+            peer = MoE(*sizes, "megablocks").to(DEVICE)
+            peer.load_state_dict(moe.state_dict())
+            there["megablocks"] = (one_dispatch, peer)
+        except InputError as missing:
+            print(missing)
+    return there
+
+
+def page_faults(run):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    run()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def parameter_gradients(layer):
+    if isinstance(layer, PlainLoop):
+        return layer.stacked_gradients()
+    return [layer.gate_up.grad, layer.down.grad, layer.routers[0].grad]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_routed_experts(benchmark, tokens, precision):
+    load = os.getloadavg()[0]
+    there = layers(precision)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    h = torch.randn(tokens, D_MODEL, device=DEVICE)
+    inputs = (h, torch.randn_like(h).to(dtype).requires_grad_())
+    gradients = (torch.randn_like(h), torch.randn_like(h).to(dtype), torch.ones_like(h[0, 0]))
+    runs = {
+        name: lambda visit=visit, layer=layer: step(visit, layer, inputs, gradients, precision)
+        for name, (visit, layer) in there.items()
+    }
+    found = {name: [*run(), *parameter_gradients(there[name][1])] for name, run in runs.items()}
+    for name, values in found.items():
+        for value, expected in zip(values, found["loop"], strict=True):
+            error = relative_error(value, expected)
+            assert error < TOLERANCE[precision], f"{name} is off by {error:.1e}"
+    slow = DEVICE.type == "cpu" and tokens > 1000
+    times = interleaved(runs, rounds=7 if slow else 31, warmup=1 if slow else 3)
+    benchmark.extra_info |= {
+        "device": device_name(DEVICE),
+        "bf16_in_hardware": computes_in_bf16(DEVICE),
+        "load_average_before": load,
+        "page_faults": {name: page_faults(run) for name, run in runs.items()},
+        "tokens": tokens,
+        "precision": precision,
+        "seconds": {name: statistics.median(t) for name, t in times.items()},
+        "spread": {name: spread(t) for name, t in times.items()},
+        "loop_over_grouped_mm": ratio(times, "loop", "grouped_mm"),
+        "peak_bytes": {
+            name: peak_of(run) if DEVICE.type == "cuda" else None for name, run in runs.items()
+        },
+    }
+    print(f"\n{benchmark.extra_info}")
+    benchmark.pedantic(runs["grouped_mm"], rounds=1)
