@@ -77,7 +77,7 @@ class PlainLoop(torch.nn.Module):
 
 
 def one_dispatch(moe, h, n):
-    routed = moe(n, 0)
+    routed = moe(n, moe.router(0))
     return *expert_combine(h, *routed[:4], None, None, SCALE), routed.z
 
 

@@ -8,6 +8,7 @@ closed-form updates, fused head loss); `eager` is float32 with the norms written
 out as one writes them (pow, mean, rsqrt, mul) and plain cross-entropy.
 """
 
+import itertools
 import statistics
 
 import pytest
@@ -15,13 +16,13 @@ import torch
 import torch.nn.functional as F
 
 from bench.timing import interleaved, ratio
-from deeploop.config import preset
 from deeploop.device import computes_in_bf16, device_name, pick_device
 from deeploop.evaluate import autocast
 from deeploop.layers import Place
 from deeploop.lm import LoopLM
 from deeploop.loss import linear_cross_entropy
 from deeploop.optim import adamw, clip_gradients, step_if_finite
+from deeploop.presets import preset
 from deeploop.visits import walk
 
 
@@ -34,8 +35,12 @@ def eager_loss(model: LoopLM, tokens, targets):
     config, eps = model.config, model.config.norm_eps
     h = norm_chain(model.embedding(tokens), model.gain_embedding, eps)
     n = norm_chain(h, model.sublayers[0].gain_in, eps)
-    for visit in walk(model.sublayers, config.loops, model.gain_final):
-        f = visit.sublayer.branch(n, Place(model.cos, model.sin, 0))
+    loops = range(config.loops)
+    visits = (
+        walk(config, model.sublayers, t, t + 1 == len(loops), model.gain_final) for t in loops
+    )
+    for visit in itertools.chain.from_iterable(visits):
+        f = visit.branch(n, Place(model.cos, model.sin, 0))
         if visit.sublayer.gain_out is None:
             h = h + f
         else:

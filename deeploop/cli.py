@@ -15,8 +15,9 @@ import tyro
 from rich.console import Console
 
 from deeploop import __version__
-from deeploop.config import Config, preset, presets
+from deeploop.config import Config
 from deeploop.errors import Diverged, InputError
+from deeploop.presets import SUMMARY, preset
 
 if TYPE_CHECKING:  # torch is slow to import, and --help needs none of it
     from deeploop.train import Trainer
@@ -84,7 +85,7 @@ def parse_train(arguments: list[str]) -> TrainArguments:
         args=rest,
         default=TrainArguments(base),
         prog="deeploop train [PRESET]",
-        description="Train a looped language model. Presets: " + ", ".join(presets()),
+        description=f"Train a looped language model. Presets: {SUMMARY}.",
     )
 
 
@@ -94,17 +95,20 @@ def train(arguments: list[str]) -> int:
         print(parsed.config.to_json(), end="")
         return 0
     from deeploop import checkpoint
+    from deeploop.parallel import ranks
     from deeploop.start import describe, open_run
 
-    console = Console()
     found = None if parsed.resume is None else checkpoint.find(parsed.resume)
-    trainer = open_run(parsed.config, console, found)
-    for line in describe(trainer):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-    if trainer.done == trainer.config.train.steps:
-        console.print(f"already at step {trainer.done}; give more --steps to go on")
-    summary = trainer.fit()
-    report(summary, trainer, console)
+    with ranks() as place:
+        console = Console(quiet=not place.lead)
+        trainer = open_run(parsed.config, console, found, place)
+        for line in describe(trainer):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+        if trainer.done == trainer.config.train.steps:
+            console.print(f"already at step {trainer.done}; give more --steps to go on")
+        summary = trainer.fit()
+    if place.lead:
+        report(summary, trainer, console)
     return 128 + signal.Signals[summary["stopped_by"]] if "stopped_by" in summary else 0
 
 

@@ -9,6 +9,7 @@ from deeploop.data import Corpus
 from deeploop.lm import LoopLM
 from deeploop.loss import IGNORE, linear_cross_entropy
 from deeploop.order import val_batches
+from deeploop.parallel import Ranks
 
 
 def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager:
@@ -24,22 +25,34 @@ def autocast(device: torch.device, precision: str) -> contextlib.AbstractContext
 
 
 @torch.no_grad()
-def validate(model: LoopLM, corpus: Corpus, batch: int, precision: str, tokens: int = 0) -> float:
+def validate(
+    model: LoopLM,
+    corpus: Corpus,
+    batch: int,
+    precision: str,
+    tokens: int = 0,
+    ranks: Ranks = Ranks(),  # noqa: B008
+) -> float:
     """Mean cross-entropy in nats per held-out token, `batch` sequences a forward.
 
     Every token but the first is a target once, in windows of `seq_len` without
-    overlap; `tokens` > 0 stops after about so many.
+    overlap; `tokens` > 0 stops after about so many. Ranks take turns at the batches.
+    A model in training mode drops tokens over its experts' capacity here too.
     """
     seq_len = model.config.seq_len
     device = model.embedding.weight.device
     limit = -(-tokens // (batch * seq_len)) if tokens else None
     total = torch.zeros((), dtype=torch.float64, device=device)
     count = 0
-    for inputs, targets in val_batches(corpus.val, batch=batch, seq_len=seq_len, max_batches=limit):
+    batches = val_batches(corpus.val, batch=batch, seq_len=seq_len, max_batches=limit)
+    for turn, (inputs, targets) in enumerate(batches):
         count += int((targets != IGNORE).sum())
+        if turn % ranks.world != ranks.rank:
+            continue
         with autocast(device, precision):
             n = model(inputs.to(device))
-            total += linear_cross_entropy(n, model.embedding.weight, targets.to(device))
+            total += linear_cross_entropy(n, model.head, targets.to(device))
+    ranks.sum_([total])
     return float(total) / count
 
 

@@ -52,7 +52,7 @@ def grouped_mm(
     x: Tensor, gate_up: Tensor, down: Tensor, token: Tensor, inverse: Tensor, ends: Tensor
 ) -> Tensor:
     """Every expert's rows, [S, d]; no host sync in bfloat16."""
-    check_strides(x, down.shape[2])
+    check_strides(x.shape[1], down.shape[2], x.dtype, x.device)
     save = torch.is_grad_enabled() and any(t.requires_grad for t in (x, gate_up, down))
     return _forward(x, gate_up, down, token, inverse, ends, save)[0]
 
@@ -70,15 +70,15 @@ def loop(
     return torch.cat(outputs)
 
 
-def check_strides(x: Tensor, d_expert: int) -> None:
+def check_strides(d_model: int, d_expert: int, dtype: torch.dtype, device: torch.device) -> None:
     """Refuse widths whose rows F.grouped_mm cannot address: 16-byte strides."""
-    if not (x.is_cuda or x.element_size() == 2) or x.dtype == torch.float64:
+    if dtype == torch.float64 or (device.type != "cuda" and dtype.itemsize != 2):
         return
-    step = 16 // x.element_size()
-    for name, width in (("d_expert", d_expert), ("d_model", x.shape[-1])):
+    step = 16 // dtype.itemsize
+    for name, width in (("d_expert", d_expert), ("d_model", d_model)):
         if width % step:
             raise InputError(
-                f"{name}={width}: grouped GEMMs in {str(x.dtype).removeprefix('torch.')} need a "
+                f"{name}={width}: grouped GEMMs in {str(dtype).removeprefix('torch.')} need a "
                 f"multiple of {step}; use {width + -width % step}, or the backend 'loop'"
             )
 

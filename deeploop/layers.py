@@ -19,7 +19,7 @@ class Place(NamedTuple):
 
 
 def rope_tables(seq_len: int, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
-    """cos and signed sin of rotary embeddings, each float32 [seq_len, 1, head_dim].
+    """cos and signed sin of rotary embeddings, each float64 [seq_len, 1, head_dim].
 
     Half-split convention: dimension i pairs with i + head_dim/2. The sign of
     the rotation is folded into sin, so that rotating is x*cos + roll(x)*sin.
@@ -29,7 +29,7 @@ def rope_tables(seq_len: int, head_dim: int, base: float) -> tuple[Tensor, Tenso
     cos, sin = angle.cos(), angle.sin()
     wide_cos = torch.cat((cos, cos), -1)[:, None]
     wide_sin = torch.cat((-sin, sin), -1)[:, None]
-    return wide_cos.float(), wide_sin.float()
+    return wide_cos, wide_sin
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

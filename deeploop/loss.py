@@ -23,12 +23,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx, n: Tensor, weight: Tensor, targets: Tensor, chunk_rows: int) -> Tensor:
         need_n, need_w = ctx.needs_input_grad[:2]
         w = weight.to(n.dtype)
-        loss = torch.zeros((), dtype=torch.float32, device=n.device)
+        compute = torch.promote_types(n.dtype, torch.float32)
+        loss = torch.zeros((), dtype=compute, device=n.device)
         dn = torch.empty_like(n) if need_n else None
         dw = torch.zeros_like(weight) if need_w else None
         for start in range(0, n.shape[0], chunk_rows):
             part = slice(start, start + chunk_rows)
-            logits = F.linear(n[part], w).float()
+            logits = F.linear(n[part], w).to(compute)
             loss += F.cross_entropy(logits, targets[part], ignore_index=IGNORE, reduction="sum")
             if not (need_n or need_w):
                 continue
@@ -72,7 +73,7 @@ def linear_cross_entropy(
             a CPU and 256 MiB on a GPU in float32.
 
     Returns:
-        float32 scalar: the sum over targets, so that the caller can weight by
+        float32 scalar (float64 where n is): the sum over targets, so that the caller can weight by
         tokens. Once differentiable.
     """
     rows = default_chunk_rows(n, weight) if chunk_rows is None else chunk_rows

@@ -1,13 +1,17 @@
-"""What a run reports of itself: its speed and the size of its residual stream."""
+"""What a run reports of itself: its speed, its residual stream, the loads of its experts."""
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from deeploop.lm import LoopLM
+from deeploop.backprop import Piece, Segment
+from deeploop.lm import LoopLM, Watch
+from deeploop.parallel import Ranks
 from deeploop.visits import Visit
 
 WARM = 10  # first steps left out of the overall speed: allocation, caches, compilation
@@ -62,7 +66,7 @@ def rms(h: Tensor) -> Tensor:
     return h.detach().float().square().mean().sqrt()
 
 
-def watch_loops(seen: list[Tensor], model: LoopLM) -> Callable[[Visit, Tensor], None]:
+def watch_loops(seen: list[Tensor], model: LoopLM) -> Watch:
     """A `watch` for LoopLM.forward that appends the stream's RMS at each loop's end."""
 
     def watch(visit: Visit, h: Tensor) -> None:
@@ -80,3 +84,82 @@ def largest_rms(model: LoopLM, tokens: Tensor) -> str:
     value, visit = max(seen, key=lambda s: float("inf") if s[0] != s[0] else s[0])
     kind = type(visit.sublayer.branch).__name__
     return f"loop {visit.loop + 1}, sublayer {visit.physical + 1} ({kind}), RMS {value:.3g}"
+
+
+class Tally:
+    """A step's figures, on the device until someone reads them."""
+
+    def __init__(self, model: LoopLM, watching: bool):
+        self.model, self.watching = model, watching
+        self.losses: dict[int, Tensor] = {}  # by the loop a segment ends at
+        self.z: Tensor | None = None
+        self.loads: Tensor | None = None  # int64 [loops, n_layers, experts]
+        self.rms: list[Tensor] = []
+        self.seen: set[Segment] = set()
+        self.grad_norm = torch.zeros(())
+
+    def watch(self, segment: Segment) -> Watch | None:
+        """Collects the stream's RMS by loop, on the first micro-batch of each segment."""
+        if not self.watching or segment in self.seen:
+            return None
+        self.seen.add(segment)
+        return watch_loops(self.rms, self.model)
+
+    def add(self, segment: Segment, piece: Piece) -> None:
+        end = segment.loops.stop
+        self.losses[end] = self.losses.get(end, 0) + piece.loss
+        if piece.z is not None:
+            self.z = piece.z if self.z is None else self.z + piece.z
+        if piece.loads:
+            c = self.model.config
+            loads = torch.stack(piece.loads).view(-1, c.n_layers, c.moe.experts)
+            if self.loads is None:
+                self.loads = loads.new_zeros(c.loops, *loads.shape[1:])
+            self.loads[end - len(loads) : end] += loads
+
+    def gather(self, ranks: Ranks) -> None:
+        """Sum over the ranks what each saw of the batch."""
+        z = [] if self.z is None else [self.z]
+        loads = [] if self.loads is None else [self.loads]
+        ranks.sum_([*self.losses.values(), *z, *loads])
+
+    def total(self) -> Tensor:
+        """Sum of the segments' losses."""
+        return torch.stack(list(self.losses.values())).sum()
+
+    def figures(self) -> dict[str, Any]:
+        """What is logged; waits for the device. loss is the last segment's, in nats."""
+        losses = [loss.item() for loss in self.losses.values()]
+        found: dict[str, Any] = {
+            "loss": losses[-1],
+            "grad_norm": self.grad_norm.item(),
+            "residual_rms": torch.stack(self.rms).tolist(),
+        }
+        if len(losses) > 1:
+            found["segment_losses"] = losses
+        if self.z is not None:
+            found["z"] = self.z.item() / len(losses)
+        if self.loads is not None:
+            found["router_overlap"] = overlap(self.loads).tolist()
+            found["load_spread"] = spread(self.loads).tolist()
+        return found
+
+
+def overlap(loads: Tensor) -> Tensor:
+    """Cosine between loops of the experts' loads, mean over layers: [loops, loops].
+
+    loads: int64 [loops, n_layers, experts]. 1 where two loops send tokens to the same
+    experts (LOOM's Fig. 4: .88-1.00 with a shared router).
+    """
+    unit = F.normalize(loads.double(), dim=-1)
+    return torch.einsum("sme,tme->st", unit, unit) / loads.shape[1]
+
+
+def spread(loads: Tensor) -> Tensor:
+    """Standard deviation of the experts' loads over their mean, by loop: [loops].
+
+    loads: int64 [loops, n_layers, experts]; mean over layers. 0 is even,
+    sqrt(experts / top_k - 1) is every token to the same top_k experts.
+    """
+    x = loads.double()
+    return (x.std(-1, correction=0) / x.mean(-1).clamp_min(1)).mean(-1)

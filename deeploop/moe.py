@@ -51,6 +51,20 @@ class Routed(NamedTuple):
     load: Tensor  # int64 [E]: slots per expert, dropped ones included
 
 
+def combine(routed: Routed) -> Tensor:
+    """sum over j of weights[j] * rows[slots[j]] + shared, [..., d]: a branch's plain output.
+
+    For updates that take one tensor; `expert_combine` does it and LOOM's update in one
+    pass. Sums in float32 (float64 where the rows are), rounded once.
+    """
+    rows, dtype = routed.rows, torch.promote_types(routed.rows.dtype, torch.float32)
+    chosen = rows[routed.slots.clamp(min=0).long()].to(dtype)
+    y = torch.einsum("nk,nkd->nd", routed.weights.to(dtype), chosen)
+    if routed.shared is None:
+        return y.to(rows.dtype)
+    return (y.view(routed.shared.shape) + routed.shared).to(rows.dtype)
+
+
 class Groups(NamedTuple):
     """The slots in the order of their experts."""
 
@@ -129,10 +143,16 @@ class MoE(nn.Module):
         # In a tuple, so that its parameters, which stand in for ours, are not the model's.
         self._peer = (megablocks.build(self),) if backend == "megablocks" else ()
 
-    def forward(self, n: Tensor, loop: int) -> Routed:
-        """n: [..., d_model], `loop` counted from 0 -> Routed, with N tokens."""
+    def router(self, loop: int) -> Tensor:
+        """The router [E, d_model] of a loop counted from 0."""
+        return self.routers[min(loop, len(self.routers) - 1)]
+
+    def forward(self, n: Tensor, router: Tensor) -> Routed:
+        """n: [..., d_model], router: [E, d_model], one of this module's -> Routed.
+
+        The matrix, and not the loop's number, so that one compiled graph serves every loop.
+        """
         n = as_autocast(n)
-        router = self.routers[min(loop, len(self.routers) - 1)]
         weights, indices, load, z = sigmoid_router(n, router, self.bias, self.top_k)
         shared = None if self.shared is None else self.shared(n, None)
         cap = self.capacity(weights.shape[0])

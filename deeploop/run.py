@@ -5,6 +5,7 @@ corpus.json     the corpus, its tokenizer and its n-gram floors
 metrics.jsonl   a line each log_every steps and each validation
 summary.json    the end of the run, or of its newest part
 loss.png        training and held-out loss
+loops.png       the stream, and the experts' loads, loop by loop
 checkpoints/    see deeploop.checkpoint
 """
 
@@ -21,7 +22,7 @@ from rich.text import Text
 
 from deeploop.config import Config
 from deeploop.data import Corpus
-from deeploop.disk import atomic_file, disk_errors, exclusive, user_path, write_json, write_text
+from deeploop.disk import disk_errors, exclusive, user_path, write_json, write_text
 from deeploop.errors import InputError
 
 
@@ -89,15 +90,19 @@ def start(folder: Path, config: Config, corpus: Corpus, floors: dict[str, float]
 
 
 class Metrics:
-    """metrics.jsonl: one JSON object a line, flushed as it is written."""
+    """metrics.jsonl: one JSON object a line, flushed as it is written; by one rank alone."""
 
-    def __init__(self, folder: Path, start: int):
+    def __init__(self, folder: Path, start: int, write: bool = True):
         """Keep the lines up to step `start`; what came later is trained again."""
-        self.path = folder / "metrics.jsonl"
+        self.path, self.on = folder / "metrics.jsonl", write
+        if not write:
+            return
         kept = [line for line in self.read() if line["step"] <= start]
         write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def write(self, **values: Any) -> None:
+        if not self.on:
+            return
         with disk_errors(str(self.path)), self.path.open("a") as file:
             file.write(json.dumps(values) + "\n")
 
@@ -115,28 +120,6 @@ class Metrics:
                 f"{self.path}: line {len(lines) + 1} is not readable ({error}); mend or delete it"
             ) from error
         return lines
-
-
-def plot_loss(metrics: list[dict[str, Any]], floors: dict[str, float], path: Path) -> None:
-    """loss.png: training and held-out loss by step, in nats per token."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    for key, label in (("loss", "training"), ("val_loss", "held out")):
-        points = [(m["step"], m[key]) for m in metrics if key in m]
-        if points:
-            axes.plot(
-                *zip(*points, strict=True), label=label, marker="." if key == "val_loss" else ""
-            )
-    for name, nats in floors.items():
-        axes.axhline(nats, linestyle=":", linewidth=1, color="grey")
-        axes.annotate(name, (1, nats), xycoords=("axes fraction", "data"), ha="right", va="bottom")
-    axes.set_xlabel("step")
-    axes.set_ylabel("cross-entropy, nats per token")
-    axes.legend()
-    with atomic_file(path) as file:
-        figure.savefig(file, format="png", dpi=120)
 
 
 class _Rest(ProgressColumn):

@@ -5,7 +5,11 @@ blocks, M = 2N sublayer visits. `alpha` multiplies the residual at run time;
 `beta` is a gain on the initial weights of V, O and the FFN matrices and is
 never applied at run time.
 
-Sources: DeepLoop, arXiv 2607.13491 (sections 3-4); DeepNet, arXiv 2203.00555.
+LOOM scales by other numbers: gamma multiplies every branch, g_t weighs the embedding that
+is injected again at the start of loop t; there M = n_layers and H = loops.
+
+Sources: DeepLoop, arXiv 2607.13491 (sections 3-4); DeepNet, arXiv 2203.00555; LOOM,
+arXiv 2610.01153, whose gamma is the rule of arXiv 2606.18524 with lambda = 1/2.
 """
 
 import math
@@ -59,3 +63,17 @@ def hierarchical_blocks(k_high: int, k_low: int, low_cycles: int) -> float:
     lets only one low pass see the gradient: that is `low_cycles=1`, N_g = 8.
     """
     return float(k_high + low_cycles * k_low)
+
+
+def loom_gamma(n_layers: int, loops: int, lam: float = 0.5) -> float:
+    """lambda / (H sqrt(M)): the scale of every branch of a LOOM of H loops over M layers."""
+    return lam / (loops * math.sqrt(n_layers))
+
+
+def injection_weight(loop: int, n_layers: int, lam: float = 0.5) -> float:
+    """g_t of h <- (1 - g_t) h + g_t x at the start of loop t, counted from 1.
+
+    lambda / (t sqrt(M)) from the second loop on, at most 1; 0 in the first, which
+    begins with h = x.
+    """
+    return min(1.0, lam / (loop * math.sqrt(n_layers))) if loop > 1 else 0.0

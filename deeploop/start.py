@@ -7,6 +7,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from deeploop import checkpoint, run
@@ -15,14 +16,18 @@ from deeploop.data import Corpus, load_corpus
 from deeploop.device import computes_in_bf16, device_name, pick_device
 from deeploop.disk import user_path
 from deeploop.errors import InputError
+from deeploop.experts import check_strides
 from deeploop.lm import count_parameters
 from deeploop.order import ngram_bits
+from deeploop.parallel import Ranks, local_rank
 from deeploop.train import Trainer
 
 
-def resolve(config: Config, corpus: Corpus) -> Config:
+def resolve(config: Config, corpus: Corpus, ranks: Ranks) -> Config:
     """Fill in what was left to the machine and the corpus: device, precision, vocabulary."""
     device = pick_device(config.train.device)
+    if ranks.world > 1 and device.type == "cuda":
+        device = torch.device("cuda", local_rank())  # whatever a resumed run's first rank had
     precision = config.train.precision
     if precision == "auto":
         precision = "bf16" if computes_in_bf16(device) else "fp32"
@@ -34,6 +39,10 @@ def resolve(config: Config, corpus: Corpus) -> Config:
             f"model.vocab_size={vocab}: smaller than the corpus's {corpus.vocab_size}; "
             "give at least that, or 0 to take it"
         )
+    m = config.model
+    if m.moe.experts and m.moe.backend == "grouped_mm":
+        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        check_strides(m.d_model, m.moe.d_expert or m.d_model, dtype, device)
     config = config.replace("model", vocab_size=vocab)
     return config.replace("train", device=str(device), precision=precision)
 
@@ -53,22 +62,39 @@ def describe(trainer: Trainer) -> list[str]:
     c, m = trainer.config, trainer.config.model
     kernels = "Triton kernels" if trainer.device.type == "cuda" else "closed forms in PyTorch"
     scale = f", alpha {m.alpha:.3f}, beta {m.beta:.4f}" if m.exponent is not None else ""
+    if m.arm == "loom":
+        scale = f", gamma {m.gamma:.5f}, g_2 {m.injection(1):.4f}"
+    experts = ""
+    if m.moe.experts:
+        e = m.moe
+        experts = f"; experts: {e.backend}, {e.top_k} of {e.experts} + {e.shared} shared"
     return [
         f"model    {c.preset}: {m.arm}, {m.n_layers} blocks x {m.loops} loops, width {m.d_model}, "
         f"{count_parameters(trainer.model):,} parameters{scale}",
         f"data     {trainer.corpus.describe()}",
         f"paths    {device_name(trainer.device)}, {c.train.precision}; updates: {kernels}; "
-        f"attention: PyTorch; loss: chunked cross-entropy"
+        f"attention: PyTorch{experts}; loss: chunked cross-entropy"
         f"{'; branches compiled' if c.train.compile else ''}",
+        f"plan     {describe_plan(trainer)}",
         f"run      {trainer.folder}",
     ]
+
+
+def describe_plan(trainer: Trainer) -> str:
+    """How far gradients go, how often the optimizer steps, what is run again."""
+    t, steps = trainer.config.train, len(trainer.rounds)
+    size = {"full": "", "segments": f" of {t.plan_loops} loops", "last": f" {t.plan_loops} loops"}
+    said = f"{t.plan}{size[t.plan]}, {steps} optimizer step{'s' if steps > 1 else ''} a batch"
+    if t.recompute != "none":
+        said += f", each {t.recompute} run again in backward"
+    return said + (f", {trainer.ranks.world} ranks" if trainer.ranks.world > 1 else "")
 
 
 # What may change between a checkpoint and its continuation.
 FREE = {
     "out", "steps", "lr", "schedule", "warmup", "decay", "min_lr", "weight_decay", "beta1", "beta2",
-    "clip", "micro_batch", "device", "compile", "log_every", "eval_every", "eval_tokens",
-    "save_every", "keep",
+    "clip", "micro_batch", "recompute", "device", "compile", "log_every", "eval_every",
+    "eval_tokens", "save_every", "keep",
 }  # fmt: skip
 
 
@@ -121,11 +147,15 @@ def ngram_floors(corpus: Corpus) -> dict[str, float]:
 
 
 def open_run(
-    config: Config, console: Console, found: checkpoint.Checkpoint | None = None
+    config: Config,
+    console: Console,
+    found: checkpoint.Checkpoint | None = None,
+    ranks: Ranks = Ranks(),  # noqa: B008
 ) -> Trainer:
     """Load the corpus, build or restore the model, make or enter the run's folder.
 
-    Nothing is written before everything that can be refused was checked.
+    Nothing is written before everything that can be refused was checked, and nothing by
+    any rank but the first.
     """
     corpus = load_corpus(
         config.data.path,
@@ -134,7 +164,7 @@ def open_run(
         val_fraction=config.data.val_fraction,
         vocab_size=config.model.vocab_size or None,
     )
-    config = resolve(config, corpus)
+    config = resolve(config, corpus, ranks)
     if len(corpus.train) <= config.model.seq_len:
         raise InputError(
             f"data.path={config.data.path!r}: {len(corpus.train)} training tokens are fewer than "
@@ -144,22 +174,31 @@ def open_run(
     if found is not None:
         check_same(config, found)
         check_same_corpus(corpus, found)
-    floors = ngram_floors(corpus)
+    floors = ngram_floors(corpus) if ranks.lead else {}
     new = found is None or not same_folder(config.train.out, found.run)
     if found is not None and not new:
         check_newest(found)
-    folder = run.choose(config) if found is None or new else found.run
-    trainer = Trainer(config, corpus, floors, folder, console)
+    if ranks.lead:
+        folder = run.choose(config) if found is None or new else found.run
+    else:
+        folder = Path(config.train.out)  # which only the first rank writes to
+    trainer = Trainer(config, corpus, floors, folder, console, ranks)
     if found is not None:
         trainer.restore(found)
-    trainer.lock.enter_context(run.claimed(folder, new))
+    if ranks.lead:
+        begin(trainer, new)
+    return trainer
+
+
+def begin(trainer: Trainer, new: bool) -> None:
+    """Hold the run's folder and write what the run is of; leave no new folder behind if not."""
+    trainer.lock.enter_context(run.claimed(trainer.folder, new))
     try:
-        run.start(folder, config, corpus, floors)
+        run.start(trainer.folder, trainer.config, trainer.corpus, trainer.floors)
     except BaseException:
         if new:
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(trainer.folder, ignore_errors=True)
         raise
-    return trainer
 
 
 def same_folder(out: str, folder: Path) -> bool:

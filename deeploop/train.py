@@ -1,6 +1,10 @@
-"""The trainer, one process: forward, backward, clip, step; log, validate, save, resume."""
+"""The trainer: forward, backward, clip, step; log, validate, save, resume.
+
+One process, or one of several that share each batch (see `deeploop.parallel`).
+"""
 
 import contextlib
+import math
 import signal
 import threading
 from collections.abc import Iterator
@@ -13,6 +17,7 @@ from rich.console import Console
 from torch import Tensor
 
 from deeploop import checkpoint, run
+from deeploop.backprop import Segment, backward, segments
 from deeploop.config import Config
 from deeploop.data import Corpus
 from deeploop.device import device_name, peak_memory
@@ -21,10 +26,12 @@ from deeploop.errors import Diverged
 from deeploop.evaluate import autocast, bits_per_byte, validate
 from deeploop.generate import sample
 from deeploop.lm import LoopLM, count_parameters
-from deeploop.loss import IGNORE, linear_cross_entropy
-from deeploop.measure import Speed, largest_rms, watch_loops
+from deeploop.measure import Speed, Tally, largest_rms
+from deeploop.moe import MoE, balance_
 from deeploop.optim import adamw, clip_gradients, learning_rate, step_if_finite
 from deeploop.order import train_batch
+from deeploop.parallel import Ranks
+from deeploop.visits import Stream
 
 SAMPLE_PROMPT, SAMPLE_TOKENS = 32, 200
 
@@ -39,10 +46,11 @@ class Trainer:
         floors: dict[str, float],
         folder: Path,
         console: Console,
+        ranks: Ranks = Ranks(),  # noqa: B008
     ):
         torch.manual_seed(config.train.seed)
         self.config, self.corpus, self.floors = config, corpus, floors
-        self.folder, self.console = folder, console
+        self.folder, self.console, self.ranks = folder, console, ranks
         self.device = torch.device(config.train.device)
         self.model = LoopLM(config.model).to(self.device)
         self.optimizer = adamw(self.model, config.train)
@@ -51,9 +59,14 @@ class Trainer:
             # then depends on the number of loops.
             for sublayer in self.model.sublayers:
                 sublayer.branch.compile()
-        self.micro = config.train.micro_batch or config.train.batch_size
+        self.rows = ranks.rows(config.train.batch_size)
+        self.micro = config.train.micro_batch or len(self.rows)
+        plan = segments(config.train, config.model.loops)
+        # Segments between two optimizer steps.
+        self.rounds = [[s] for s in plan] if config.train.step_per == "segment" else [plan]
         self.lock = contextlib.ExitStack()  # what holds the folder; let go when fit ends
         self.done = 0
+        self.validated = -1, math.nan  # at which step, to how many nats per token
         self.bad = torch.zeros((), dtype=torch.bool, device=self.device)
         self.speed = Speed(config.train.batch_size * config.model.seq_len)
 
@@ -70,47 +83,73 @@ class Trainer:
     def run_steps(self) -> int | None:
         """The steps that are left; returns the signal that ended them early, if one did."""
         t = self.config.train
-        self.metrics = run.Metrics(self.folder, self.done)
+        self.metrics = run.Metrics(self.folder, self.done, write=self.ranks.lead)
         with stop_signals() as stopped, run.Live(self.console, t.steps, self.done) as live:
             self.live = live
             self.speed.start()
-            while self.done < t.steps and not stopped:
+            ended = self.ranks.any(bool(stopped))
+            while self.done < t.steps and not ended:
                 logging = due(self.done + 1, t.log_every, t.steps)
-                loss, grad_norm, rms = self.step(watch=logging)
+                tally = self.step(watch=logging)
                 self.done += 1
                 live.step(self.done)
                 self.speed.count()
                 if logging:
-                    self.log(loss, grad_norm, rms)
+                    self.log(tally)
                 if due(self.done, t.eval_every, t.steps):
                     self.evaluate()
                 if due(self.done, t.save_every, t.steps):
                     self.save()
+                ended = self.ranks.any(bool(stopped))
             self.speed.stop()
-            if stopped:
+            if ended:
                 self.save()
-        return stopped[0] if stopped else None
+        return (stopped or [signal.SIGTERM])[0] if ended else None
 
-    def step(self, watch: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """One optimizer step; returns mean loss [nats], gradient norm and RMS by loop."""
-        t = self.config.train
+    def step(self, watch: bool) -> Tally:
+        """One pass over the batch: an optimizer step for each round of segments."""
         inputs, targets = self.batch()
-        count = int((targets != IGNORE).sum())
-        rms: list[Tensor] = []
-        seen = watch_loops(rms, self.model) if watch else None
-        loss = torch.zeros((), device=self.device)
-        for x, y in zip(inputs.split(self.micro), targets.split(self.micro), strict=True):
-            with autocast(self.device, t.precision):
-                n = self.model(self.send(x), watch=seen)
-                part = linear_cross_entropy(n, self.model.embedding.weight, self.send(y)) / count
-            part.backward()
-            loss += part.detach()
-            seen = None
-        grad_norm = clip_gradients(self.model, t.clip)
-        self.bad |= ~torch.isfinite(grad_norm + loss)
-        step_if_finite(self.optimizer, grad_norm, learning_rate(self.done, t))
+        micros = [
+            (self.send(x), self.send(y))
+            for x, y in zip(inputs.split(self.micro), targets.split(self.micro), strict=True)
+        ]
+        states: list[Stream | None] = [None] * len(micros)
+        tally = Tally(self.model, watch)
+        for part in self.rounds:
+            for i, (x, y) in enumerate(micros):
+                states[i] = self.accumulate(part, x, y, states[i], tally)
+            self.optimize(tally)
+        self.balance(tally)
+        return tally
+
+    def accumulate(
+        self, part: list[Segment], x: Tensor, y: Tensor, carried: Stream | None, tally: Tally
+    ) -> Stream | None:
+        """Gradients of some segments on one micro-batch."""
+        for segment in part:
+            piece = backward(self.model, self.config, segment, x, y, carried, tally.watch(segment))
+            tally.add(segment, piece)
+            carried = piece.carried
+        return carried
+
+    def optimize(self, tally: Tally) -> None:
+        """One optimizer step on the gradients of all ranks; none where they are not finite."""
+        self.ranks.sum_(p.grad for p in self.model.parameters() if p.grad is not None)
+        tally.grad_norm = clip_gradients(self.model, self.config.train.clip)
+        self.bad |= ~torch.isfinite(tally.grad_norm)
+        step_if_finite(self.optimizer, tally.grad_norm, learning_rate(self.done, self.config.train))
         self.optimizer.zero_grad(set_to_none=True)
-        return loss, grad_norm, rms
+
+    def balance(self, tally: Tally) -> None:
+        """Sum the step's figures over the ranks, and move the experts' biases by their load."""
+        tally.gather(self.ranks)
+        self.bad |= ~torch.isfinite(tally.total())
+        lr = self.config.model.moe.balance_lr
+        experts = [s.branch for s in self.model.sublayers if isinstance(s.branch, MoE)]
+        if tally.loads is None or not lr:
+            return
+        for moe, load in zip(experts, tally.loads.sum(0), strict=True):
+            balance_(moe.bias, load * ~self.bad, lr)
 
     def batch(self) -> tuple[Tensor, Tensor]:
         t = self.config.train
@@ -120,7 +159,7 @@ class Trainer:
             step=self.done,
             global_batch=t.batch_size,
             seq_len=self.config.model.seq_len,
-            rows=range(t.batch_size),
+            rows=self.rows,
         )
 
     def send(self, x: Tensor) -> Tensor:
@@ -128,26 +167,20 @@ class Trainer:
             x = x.pin_memory()
         return x.to(self.device, non_blocking=True)
 
-    def log(self, loss: Tensor, grad_norm: Tensor, rms: list[Tensor]) -> None:
+    def log(self, tally: Tally) -> None:
         self.check_finite()
         t = self.config.train
         rate = self.speed.rate()
         lr, memory = learning_rate(self.done - 1, t), peak_memory(self.device)
-        by_loop = [r.item() for r in rms]
+        figures = tally.figures()
         self.metrics.write(
-            step=self.done,
-            loss=loss.item(),
-            lr=lr,
-            grad_norm=grad_norm.item(),
-            tokens_per_second=rate,
-            residual_rms=by_loop,
-            memory_gib=memory,
+            step=self.done, lr=lr, tokens_per_second=rate, memory_gib=memory, **figures
         )
         left = (t.steps - self.done) * self.speed.tokens / rate
         self.live.report(
             self.done,
-            f"loss {loss.item():.4f}  lr {lr:.1e}  {rate:,.0f} tokens/s  "
-            f"ETA {timedelta(seconds=round(left))}  rms {by_loop[-1]:.2f}  "
+            f"loss {figures['loss']:.4f}  lr {lr:.1e}  {rate:,.0f} tokens/s  "
+            f"ETA {timedelta(seconds=round(left))}  rms {figures['residual_rms'][-1]:.2f}  "
             f"{memory:.1f} GiB",
         )
 
@@ -155,15 +188,20 @@ class Trainer:
         """Validate and write it down; returns nats per held-out token."""
         t = self.config.train
         with self.speed.paused():
-            loss = validate(self.model, self.corpus, self.micro, t.precision, t.eval_tokens)
+            loss = validate(
+                self.model, self.corpus, self.micro, t.precision, t.eval_tokens, self.ranks
+            )
         bits = bits_per_byte(loss, self.corpus)
         said = "" if bits is None else f" ({bits:.3f} bits/byte)"
         self.metrics.write(step=self.done, val_loss=loss, val_bits_per_byte=bits)
         self.live.say(f"step {self.done:>6}  held-out loss {loss:.4f}{said}")
+        self.validated = self.done, loss
         return loss
 
     def save(self) -> None:
         self.check_finite()
+        if not self.ranks.lead:
+            return
         with self.speed.paused():
             checkpoint.save(self.folder, self.done, self.config, self.model, self.optimizer)
             checkpoint.prune(self.folder, self.config.train.keep)
@@ -174,21 +212,25 @@ class Trainer:
             return
         worst = largest_rms(self.model, self.batch()[0][: self.micro].to(self.device))
         kept = checkpoint.steps(self.folder)
+        scale = "" if self.config.model.exponent is None else " or a larger model.p"
         raise Diverged(
             f"loss or gradient is not finite by step {self.done}, largest residual at {worst}; "
             f"the last good checkpoint is {kept[-1] if kept else 'none'}; "
-            "try a lower train.lr or a larger model.p"
+            f"try a lower train.lr{scale}"
         )
 
     def summary(self, stopped_by: int | None) -> dict[str, Any]:
-        """Finish the run's folder: summary.json and loss.png."""
+        """Finish the run's folder: summary.json and the plots."""
         values: dict[str, Any] = {"step": self.done, "steps": self.config.train.steps}
         if stopped_by is not None:
             values["stopped_by"] = signal.Signals(stopped_by).name
         else:
-            last = [m for m in self.metrics.read() if m["step"] == self.done and "val_loss" in m]
-            values["val_loss"] = last[-1]["val_loss"] if last else self.evaluate()
+            step, loss = self.validated
+            values["val_loss"] = loss if step == self.done else self.evaluate()
             values["val_bits_per_byte"] = bits_per_byte(values["val_loss"], self.corpus)
+        if not self.ranks.lead:
+            return values
+        if stopped_by is None:
             values["sample"] = self.sample()
         values |= {
             "tokens_per_second": self.speed.overall(),
@@ -198,7 +240,11 @@ class Trainer:
             "torch": torch.__version__,
         }
         write_json(self.folder / "summary.json", values)
-        run.plot_loss(self.metrics.read(), self.floors, self.folder / "loss.png")
+        from deeploop import plots  # matplotlib is slow to import
+
+        lines = self.metrics.read()
+        plots.loss(lines, self.floors, self.folder / "loss.png")
+        plots.loops(lines, self.folder / "loops.png")
         return values
 
     def sample(self) -> str | None:

@@ -1,42 +1,10 @@
-import dataclasses
 import json
 
 import pytest
 
-from deeploop.config import Config, ModelConfig, TrainConfig, preset, presets
+from deeploop.config import Config, ModelConfig, TrainConfig, entries
 from deeploop.errors import InputError
-
-
-def test_presets_cover_the_papers_grid():
-    names = set(presets())
-    for size in ("small", "medium"):
-        for loops in (1, 3, 5, 7):
-            for arm in ("baseline", "deeploop"):
-                assert f"gpt2-{size}-r{loops}-{arm}" in names
-    assert "deeploop-tiny" in names
-    assert all(name == config.preset for name, config in presets().items())
-
-
-def test_arms_of_a_preset_differ_in_the_arm_alone():
-    ours, base = (preset(f"gpt2-medium-r5-{arm}") for arm in ("deeploop", "baseline"))
-    assert dataclasses.replace(ours.model, arm="baseline") == base.model
-    assert ours.train == base.train and ours.data == base.data
-
-
-@pytest.mark.parametrize("name", [n for n in presets() if n.startswith("gpt2")])
-def test_presets_train_as_the_papers_do(name):
-    model, data, train = preset(name).model, preset(name).data, preset(name).train
-    assert (model.d_model, model.n_layers) == ((768, 12) if "small" in name else (1024, 24))
-    assert model.d_model // model.n_heads == 128 and model.qk_norm
-    assert data.tokenizer == "gpt2" and model.vocab_size == 50304
-    assert (train.steps, train.batch_size, model.seq_len) == (100_000, 480, 1024)
-    assert (train.lr, train.schedule, train.warmup * train.steps) == (1e-3, "cosine", 2000)
-    assert (train.beta1, train.beta2, train.weight_decay, train.clip) == (0.9, 0.95, 0.1, 1.0)
-
-
-def test_unknown_preset_names_the_nearest():
-    with pytest.raises(InputError, match=r"'deeploop-tinny'.*deeploop-tiny"):
-        preset("deeploop-tinny")
+from deeploop.presets import preset, presets
 
 
 @pytest.mark.parametrize("name", presets())
@@ -81,7 +49,14 @@ def test_unknown_and_missing_keys_are_refused():
         ("train", "beta2", 1.0),
         ("train", "log_every", 0),
         ("train", "keep", -1),
+        ("train", "plan_loops", 0),
         ("data", "val_fraction", 1.0),
+        ("model.moe", "experts", -1),
+        ("model.moe", "top_k", 0),
+        ("model.moe", "capacity_factor", -0.5),
+        ("model.moe", "z_loss", float("inf")),
+        ("model.loom", "strength", 0.0),
+        ("model.loom", "decay", 1.0),
     ],
 )
 def test_impossible_values_are_refused_by_name_and_value(part, name, value):
@@ -114,11 +89,36 @@ def test_micro_batches_default_to_the_batch():
         ("model", "loops", "4"), ("model", "loops", 2.0), ("model", "loops", True),
         ("model", "loops", 2**31), ("model", "arm", "zzz"), ("model", "p", "x"),
         ("model", "qk_norm", 1), ("data", "path", 5), ("train", "lr", None),
-        ("train", "seed", 2**63),
+        ("train", "seed", 2**63), ("train", "plan", "half"), ("model", "moe", None),
+        ("model.moe", "backend", "zzz"), ("model.loom", "injection", 1),
     ],
 )  # fmt: skip
 def test_values_of_another_type_are_refused(part, name, value):
     raw = json.loads(Config().to_json())
-    raw[part][name] = value
+    place = raw
+    for step in part.split("."):
+        place = place[step]
+    place[name] = value
     with pytest.raises(InputError, match=rf"{part}\.{name}={value!r}: must be"):
         Config.from_json(json.dumps(raw))
+
+
+def test_every_number_but_the_free_exponent_has_a_limit():
+    """So that a field added later is checked at the door, too."""
+    for entry in entries(Config()):
+        if entry.kind in (int, float):
+            assert entry.limit is not None, entry.name
+
+
+def test_what_fields_allow_together():
+    with pytest.raises(InputError, match=r"model\.moe\.top_k=6: must not exceed .*experts=4"):
+        Config().replace("model.moe", experts=4)
+    with pytest.raises(InputError, match=r"train\.plan_loops=5: must not exceed model\.loops=4"):
+        Config(train=TrainConfig(plan="last", plan_loops=5))
+    assert Config(train=TrainConfig(plan="segments", plan_loops=5))
+
+
+def test_a_configuration_from_before_a_field_takes_its_default():
+    raw = json.loads(Config().to_json())
+    del raw["model"]["moe"], raw["train"]["plan"], raw["model"]["loom"]["decay"]
+    assert Config.from_json(json.dumps(raw)) == Config()

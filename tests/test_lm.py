@@ -6,17 +6,17 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from plain_model import EPS, ROPE_BASE, plain_attention, plain_swiglu, rms_norm
 from torch._dynamo.testing import CompileCounter
 
-from deeploop.config import ModelConfig, preset, presets
+from deeploop.config import ModelConfig
 from deeploop.errors import InputError
 from deeploop.layers import Attention, Place
 from deeploop.lm import LoopLM, count_parameters
-from deeploop.visits import update, walk
+from deeploop.presets import preset, presets
+from deeploop.visits import Stream, open_loop, update, walk
 
 ARMS = ["baseline", "deepnorm", "deeploop"]
-# Not the defaults, so that a value written into the code shows.
-EPS, ROPE_BASE = 1e-2, 100.0
 
 
 def small(**changes) -> ModelConfig:
@@ -48,38 +48,10 @@ def tokens(batch=2, length=16, vocab=31):
     return torch.randint(0, vocab, (batch, length), generator=torch.Generator().manual_seed(1))
 
 
-def rms_norm(x, gain=None):
-    y = x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt()
-    return y if gain is None else y * gain
-
-
-def plain_attention(branch: Attention, x, qk_norm=False):
-    """Attention from its definition: one head at a time, complex-number RoPE."""
-    T, d = x.shape[1:]
-    D = branch.head_dim
-    wq, wk, wv = branch.qkv.weight.split(d)
-    angle = torch.arange(T, dtype=x.dtype)[:, None] * ROPE_BASE ** (
-        -torch.arange(0, D, 2, dtype=x.dtype) / D
-    )
-    turn = torch.polar(torch.ones_like(angle), angle)
-    heads = []
-    for i in range(branch.n_heads):
-        rows = slice(i * D, (i + 1) * D)
-        q, k, v = (x @ w[rows].T for w in (wq, wk, wv))
-        if qk_norm:
-            q, k = rms_norm(q), rms_norm(k)
-        q, k = (torch.complex(z[..., : D // 2], z[..., D // 2 :]) * turn for z in (q, k))
-        scores = (q @ k.conj().transpose(-1, -2)).real / math.sqrt(D)
-        future = torch.ones(T, T, dtype=torch.bool).triu(1)
-        heads.append(scores.masked_fill(future, -math.inf).softmax(-1) @ v)
-    return torch.cat(heads, -1) @ branch.out.weight.T
-
-
 def plain_branch(branch, x, qk_norm=False):
     if isinstance(branch, Attention):
         return plain_attention(branch, x, qk_norm)
-    gate, up = (x @ branch.gate_up.weight.T).chunk(2, -1)
-    return (gate * torch.sigmoid(gate) * up) @ branch.out.weight.T
+    return plain_swiglu(branch, x)
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
@@ -252,22 +224,23 @@ def test_a_bfloat16_stream_would_lose_the_initial_updates():
     assert config.alpha == paper.alpha == pytest.approx(12.96, abs=0.01)
     torch.manual_seed(0)
     model, x = LoopLM(config), tokens(length=64, vocab=64)
-    h, n = model.enter(x)
-    place = Place(*model.rope(x, None, n.dtype), slot=0)
-    for visit in walk(model.sublayers, 1, model.gain_final):
-        f = visit.sublayer.branch(n, place)
-        stream = (config.alpha * h).bfloat16()
+    start = Stream(model.embed(x))
+    s = open_loop(config, start, start.h, 0, model.sublayers[0].gain_in, start.h.dtype)
+    place = Place(*model.rope(x, None, s.n.dtype), slot=0)
+    for visit in walk(config, model.sublayers, 0, True, model.gain_final):
+        f = visit.branch(s.n, place)
+        stream = (config.alpha * s.h).bfloat16()
         assert ((stream + f).bfloat16() == stream).float().mean() > 0.99
-        h, n = update(config, h, f, visit)
+        s = update(config, s, f, visit)
 
 
 def test_the_stream_stays_float32_under_autocast():
     seen = []
     model = build(small()).float()
     with torch.autocast("cpu", torch.bfloat16):
-        h, n = model.enter(tokens())
-        model(tokens(), watch=lambda visit, h: seen.append(h.dtype))
-    assert {h.dtype, *seen} == {torch.float32} and n.dtype == torch.bfloat16
+        n = model(tokens(), watch=lambda visit, h: seen.append(h.dtype))
+        assert model.embed(tokens()).dtype == torch.float32
+    assert set(seen) == {torch.float32} and n.dtype == torch.bfloat16
 
 
 def test_loop_counts_do_not_recompile():

@@ -68,7 +68,7 @@ def dense(moe, h, n, loop, w_branch, w_next):
 
 
 def ours(moe, h, n, loop, w_branch, w_next):
-    routed = moe(n, loop)
+    routed = moe(n, moe.router(loop))
     return *expert_combine(h, *routed[:4], w_branch, w_next, SCALE, EPS), routed.z
 
 
@@ -196,7 +196,7 @@ def test_capacity_drops_the_lowest_weights_and_renormalises():
 def test_a_token_that_loses_every_slot_keeps_its_shared_experts_and_a_finite_gradient():
     moe, n = make(n_experts=2, top_k=1, capacity=0.2), torch.ones(8, 6, dtype=torch.float64)
     n.requires_grad_()
-    routed = moe(n, 0)
+    routed = moe(n, moe.router(0))
     assert (routed.slots >= 0).sum() == 1, "all alike: the first token takes the one place"
     assert routed.weights[0] == 1 and not routed.weights[1:].any()
     h, shared = torch.zeros_like(n), routed.shared
@@ -217,18 +217,18 @@ def test_nan_weights_stay_with_their_expert():
 
 def test_capacity_acts_in_training_alone():
     moe, n = make(capacity=0.3), torch.randn(20, 6, dtype=torch.float64)
-    assert (moe(n, 0).slots < 0).any()
+    assert (moe(n, moe.router(0)).slots < 0).any()
     assert moe.capacity(20) == 2
     assert moe.capacity(1) == 1, "never below one slot"
-    assert (moe.eval()(n, 0).slots >= 0).all()
-    assert moe.train()(n, 0).load.sum() == 40, "the load counts dropped slots as well"
+    assert (moe.eval()(n, moe.router(0)).slots >= 0).all()
+    assert moe.train()(n, moe.router(0)).load.sum() == 40, "the load counts dropped slots as well"
 
 
 def test_each_loop_has_its_own_router_and_gradient():
     moe, n = make(), torch.randn(7, 6, dtype=torch.float64)
     for loop, owner in ((0, 0), (1, 1), (2, 2), (5, 2)):
         moe.zero_grad(set_to_none=True)
-        routed = moe(n, loop)
+        routed = moe(n, moe.router(loop))
         expected = sigmoid_router(n, moe.routers[owner], moe.bias, moe.top_k)[0]
         torch.testing.assert_close(routed.weights, expected)
         (routed.weights.sum() + routed.z).backward()
@@ -252,8 +252,9 @@ def test_shared_is_the_sum_of_separate_swiglus():
         swiglu(n, torch.cat((gate[i : i + 4], up[i : i + 4])), moe.shared.out.weight[:, i : i + 4])
         for i in (0, 4, 8)
     ]
-    torch.testing.assert_close(moe(n, 0).shared, sum(alone), **EXACT)
-    assert make(n_shared=0)(n, 0).shared is None
+    torch.testing.assert_close(moe(n, moe.router(0)).shared, sum(alone), **EXACT)
+    none = make(n_shared=0)
+    assert none(n, none.router(0)).shared is None
 
 
 def test_balance_moves_each_bias_towards_the_mean_load():
@@ -273,13 +274,13 @@ def test_autocast_keeps_the_router_in_float32_and_the_experts_in_bfloat16(monkey
     moe = make(d=16, f=8, n_experts=8, top_k=3, capacity=0.8).float()
     n = torch.randn(50, 16).bfloat16().float().requires_grad_()
     chosen = sigmoid_router(n.bfloat16(), moe.routers[0], moe.bias, 3)
-    plain = moe(n, 0)
+    plain = moe(n, moe.router(0))
     (plain.rows.square().sum() + plain.weights.square().sum()).backward()
     expected = [n.grad, *(p.grad for p in (moe.gate_up, moe.down, moe.routers[0]))]
     n.grad = None
     moe.zero_grad(set_to_none=True)
     with torch.autocast("cpu", torch.bfloat16):
-        routed = moe(n, 0)
+        routed = moe(n, moe.router(0))
         loss = routed.rows.float().square().sum() + routed.weights.square().sum()
     assert routed.rows.dtype == routed.shared.dtype == torch.bfloat16
     assert routed.weights.dtype == routed.z.dtype == torch.float32
@@ -298,7 +299,7 @@ def test_the_gradient_of_a_token_is_rounded_once(monkeypatch):
     monkeypatch.setattr(experts, "_backward_by_expert", lambda *a: (rows, None, None))
     x = torch.zeros(1, 8, dtype=torch.bfloat16, requires_grad=True)
     moe = MoE(8, 4, 4, 8, 0, 1, 0.0).requires_grad_(False)
-    moe(x, 0).rows.sum().backward()
+    moe(x, moe.router(0)).rows.sum().backward()
     assert x.grad[0, 0] == 260, "one rounding of 259; rounding each sum stays at 256"
 
 
@@ -327,7 +328,7 @@ def fake_run(backend, device):
     with torch.device(device):
         moe = MoE(16, 5, 2, 8, 2, 2, 0.7, backend)
     n = torch.randn(30, 16, device=device, requires_grad=True)
-    routed = moe(n, 1)
+    routed = moe(n, moe.router(1))
     (routed.rows.sum() + routed.weights.sum() + routed.z + routed.shared.sum()).backward()
     balance_(moe.bias, routed.load, 0.1)
     return moe, n, routed
@@ -368,7 +369,7 @@ def test_a_frozen_part_leaves_the_other_gradients_alone(frozen):
         for name, p in moe.named_parameters():
             p.requires_grad_(not name.startswith(skip))
         moe.zero_grad(set_to_none=True)
-        moe(x, 0).rows.square().sum().backward()
+        moe(x, moe.router(0)).rows.square().sum().backward()
         return {"n": x.grad} | {name: p.grad for name, p in moe.named_parameters()}
 
     every, some = gradients("nothing"), gradients(frozen)
@@ -422,18 +423,22 @@ def test_refuses_by_field(field):
 
 def test_refuses_widths_that_grouped_gemms_cannot_address():
     n = torch.randn(3, 16, dtype=torch.bfloat16)
+
+    def rows(x, d_expert, backend="grouped_mm"):
+        moe = MoE(x.shape[1], 5, 2, d_expert, 0, 1, 0.0, backend)
+        return moe(x, moe.router(0)).rows
+
     with pytest.raises(InputError, match=r"d_expert=12: .* multiple of 8; use 16, or the backend"):
-        MoE(16, 5, 2, 12, 0, 1, 0.0)(n, 0)
+        rows(n, 12)
     with pytest.raises(InputError, match="d_model=12"):
-        MoE(12, 5, 2, 16, 0, 1, 0.0)(n[:, :12], 0)
-    assert MoE(16, 5, 2, 12, 0, 1, 0.0, "loop")(n, 0).rows.shape == (6, 16)
-    assert MoE(16, 5, 2, 3, 0, 1, 0.0)(n.float(), 0).rows.shape == (6, 16)
+        rows(n[:, :12], 16)
+    assert rows(n, 12, "loop").shape == rows(n.float(), 3).shape == (6, 16)
 
 
 def test_refuses_routers_cast_to_bfloat16():
     moe = MoE(16, 5, 2, 8, 0, 1, 0.0).bfloat16()
     with pytest.raises(InputError, match=r"dtype torch\.bfloat16"):
-        moe(torch.randn(3, 16, dtype=torch.bfloat16), 0)
+        moe(torch.randn(3, 16, dtype=torch.bfloat16), moe.router(0))
 
 
 # ---------------------------------------------------------------------------

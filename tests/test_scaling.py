@@ -5,7 +5,7 @@ import math
 import pytest
 
 from deeploop import scaling
-from deeploop.config import preset
+from deeploop.presets import preset
 
 
 @pytest.mark.parametrize(

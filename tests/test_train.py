@@ -35,7 +35,8 @@ def test_a_run_learns_and_leaves_what_it_promises(config, quiet, tmp_path):
     summary = open_run(config, quiet).fit()
     run = tmp_path / "run"
     assert {p.name for p in run.iterdir()} == {
-        "checkpoints", "config.json", "corpus.json", "loss.png", "metrics.jsonl", "summary.json",
+        "checkpoints", "config.json", "corpus.json", "loops.png", "loss.png", "metrics.jsonl",
+        "summary.json",
     }  # fmt: skip
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     losses = [m["loss"] for m in lines if "loss" in m]
@@ -101,8 +102,8 @@ def test_accumulation_equals_the_whole_batch(config, quiet, tmp_path):
         trainer = open_run(run, quiet)
         trainer.model.double()
         trainer.optimizer.zero_grad = lambda set_to_none: None
-        loss, _, _ = trainer.step(watch=True)
-        gradients.append([loss, *(p.grad for p in trainer.model.parameters())])
+        tally = trainer.step(watch=True)
+        gradients.append([tally.total(), *(p.grad for p in trainer.model.parameters())])
     for other in gradients[1:]:
         for a, b in zip(gradients[0], other, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
@@ -112,7 +113,7 @@ def test_a_step_clips_and_takes_the_rate_of_its_place(config, quiet):
     trainer = open_run(config.replace("train", clip=1e-3, warmup=0.5), quiet)
     trainer.optimizer.zero_grad = lambda set_to_none: None
     trainer.done = 4
-    _, before, _ = trainer.step(watch=False)
+    before = trainer.step(watch=False).grad_norm
     after = torch.nn.utils.get_total_norm([p.grad for p in trainer.model.parameters()])
     assert before > 1e-2 and after == pytest.approx(1e-3, rel=1e-2)
     rates = {group["lr"] for group in trainer.optimizer.param_groups}
