@@ -27,11 +27,11 @@ Saved are x, a and the indices; the gathered rows of x and s are made again.
 
 One op holds it all, because F.grouped_mm neither follows autocast nor compiles in
 float32, and because its rows past the last end are never written: here ends[-1] is S
-and no group is padded. On CUDA nothing waits for the host in bfloat16; in float32
-F.grouped_mm itself is a loop that reads `ends` back. On a CPU it is that loop as
-well, so there the op goes expert by expert itself and an expert's rows stay in cache
-between its GEMMs; in bfloat16 without hardware for it the products are float32.
-Nobody has timed this on a GPU yet.
+and no group is padded. On CUDA nothing waits for the host in bfloat16 from sm_90 on;
+in float32, and before sm_90, F.grouped_mm itself is a loop that reads `ends` back. On
+a CPU it is that loop as well, so there the op goes expert by expert itself and an
+expert's rows stay in cache between its GEMMs; in bfloat16 without hardware for it the
+products are float32, of the unrounded weights. Speed on a GPU: not yet measured.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from deeploop.kernels import rows as kernel_rows
 def grouped_mm(
     x: Tensor, gate_up: Tensor, down: Tensor, token: Tensor, inverse: Tensor, ends: Tensor
 ) -> Tensor:
-    """Every expert's rows, [S, d]; no host sync in bfloat16."""
+    """Every expert's rows, [S, d]."""
     check_strides(x.shape[1], down.shape[2], x.dtype, x.device)
     save = torch.is_grad_enabled() and any(t.requires_grad for t in (x, gate_up, down))
     return _forward(x, gate_up, down, token, inverse, ends, save)[0]
