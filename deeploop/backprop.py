@@ -36,7 +36,7 @@ class Piece(NamedTuple):
 
     carried: Stream
     loss: Tensor  # its share of the batch's mean cross-entropy, nats
-    z: Tensor | None  # its share of the mean z-loss term, before its weight
+    z: Tensor | None  # its share of the z-loss term: a mean over tokens, summed over visits
     loads: tuple[Tensor, ...]  # of each MoE visit with gradient: int64 [experts]
 
 
@@ -76,7 +76,7 @@ def backward(
         s = model.run(tokens, segment.loops, carried, watch=watch, recompute=t.recompute)
         assert s.n is not None
         loss = linear_cross_entropy(s.n, model.head, targets) / batch
-        z = None if s.z is None else s.z / len(s.loads) * (tokens.numel() / batch)
+        z = None if s.z is None else s.z * (tokens.numel() / batch)
         total = loss if z is None or not m.moe.z_loss else loss + m.moe.z_loss * z
     total.backward()
     return Piece(cut(m, s), loss.detach(), None if z is None else z.detach(), loads + s.loads)

@@ -21,6 +21,10 @@ class KVCache:
         self.length = 0
 
     @property
+    def slots(self) -> int:
+        return self.kv.shape[1]
+
+    @property
     def max_len(self) -> int:
         return self.kv.shape[4]
 

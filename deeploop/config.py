@@ -52,11 +52,14 @@ class MoEConfig:
     d_expert: Annotated[int, _flag("inner width of an expert; 0: d_model"), NOT_NEGATIVE] = 0
     shared: Annotated[int, _flag("experts that every token goes to"), NOT_NEGATIVE] = 2
     router_per_loop: Annotated[bool, _flag("a router for each loop; else one for all")] = True
+    router_copied: Annotated[
+        bool, _flag("routers of later loops begin as copies of the first; else on their own")
+    ] = True
     capacity_factor: Annotated[
-        float, _flag("tokens an expert takes, over the mean; 0: all"), NOT_NEGATIVE
+        float, _flag("tokens an expert takes in training, over the mean; 0: all"), NOT_NEGATIVE
     ] = 1.5
     z_loss: Annotated[
-        float, _flag("weight of the mean squared logsumexp of router logits"), NOT_NEGATIVE
+        float, _flag("weight of each visit's mean squared logsumexp of router logits"), NOT_NEGATIVE
     ] = 1e-3
     balance_lr: Annotated[
         float, _flag("step of the bias that balances experts; 0: no bias"), NOT_NEGATIVE
@@ -198,7 +201,8 @@ class TrainConfig:
     warmup: Annotated[float, _flag("fraction of steps spent warming up"), FRACTION] = 0.1
     decay: Annotated[float, _flag("fraction of steps spent decaying (wsd)"), FRACTION] = 0.1
     min_lr: Annotated[float, _flag("final learning rate, as a fraction of lr"), FRACTION] = 0.0
-    weight_decay: Annotated[float, _flag("AdamW decay, on matrices only"), NOT_NEGATIVE] = 0.1
+    weight_decay: Annotated[float, _flag("AdamW decay, on matrices"), NOT_NEGATIVE] = 0.1
+    decay_gains: Annotated[bool, _flag("AdamW decay on norm gains, too")] = False
     beta1: Annotated[float, _flag("AdamW first moment decay"), FRACTION] = 0.9
     beta2: Annotated[float, _flag("AdamW second moment decay"), FRACTION] = 0.95
     clip: Annotated[float, _flag("largest gradient norm; 0 means no clipping"), NOT_NEGATIVE] = 1.0

@@ -37,13 +37,18 @@ def validate(
 
     Every token but the first is a target once, in windows of `seq_len` without
     overlap; `tokens` > 0 stops after about so many. Ranks take turns at the batches.
-    A model in training mode drops tokens over its experts' capacity here too.
+
+    Experts take all their tokens: a capacity would make a token's loss depend on the
+    tokens behind it, on the other sequences of its batch and on padding. (LOOM's
+    released code keeps its capacity here.)
     """
     seq_len = model.config.seq_len
     device = model.embedding.weight.device
     limit = -(-tokens // (batch * seq_len)) if tokens else None
     total = torch.zeros((), dtype=torch.float64, device=device)
     count = 0
+    training = model.training
+    model.eval()
     batches = val_batches(corpus.val, batch=batch, seq_len=seq_len, max_batches=limit)
     for turn, (inputs, targets) in enumerate(batches):
         count += int((targets != IGNORE).sum())
@@ -52,6 +57,7 @@ def validate(
         with autocast(device, precision):
             n = model(inputs.to(device))
             total += linear_cross_entropy(n, model.head, targets.to(device))
+    model.train(training)
     ranks.sum_([total])
     return float(total) / count
 

@@ -72,11 +72,17 @@ class LoopLM(nn.Module):
         """tokens: int64 [B, T] -> final states [B, T, d_model], normalised.
 
         `loops` runs another number of loops than in training; alpha and gamma stay the
-        training ones. `watch(visit, h)` sees the stream after each visit.
+        training ones (LOOM's released code takes gamma of the new number), and loops past
+        the last router take that one. `watch(visit, h)` sees the stream after each visit.
         """
         loops = self.config.loops if loops is None else loops
         if loops < 1:
             raise InputError(f"loops={loops}: needs at least one loop")
+        if cache is not None and loops * self.config.n_layers > cache.slots:
+            raise InputError(
+                f"loops={loops}: the cache has {cache.slots} slots, one a loop and layer; make "
+                f"it with new_cache(..., loops={loops})"
+            )
         n = self.run(tokens, range(loops), cache=cache, watch=watch).n
         assert n is not None
         return n
@@ -223,20 +229,21 @@ def init_weights(model: LoopLM) -> None:
                 _xavier_(matrix, config.d_model, config.d_model, gain)
             _xavier_(branch.out.weight, config.d_model, config.d_model, config.beta)
         elif isinstance(branch, SwiGLU):
-            _swiglu_(branch, config)
+            _swiglu_(branch.gate_up.weight, branch.out.weight, config.ff_width, config)
         else:
-            for matrix in (branch.gate_up, branch.down):
-                _xavier_(matrix, config.d_model, branch.down.shape[2], config.beta)
+            width = branch.down.shape[2]  # of the shared experts, too, though they are one SwiGLU
+            _swiglu_(branch.gate_up, branch.down, width, config)
             if branch.shared is not None:
-                _swiglu_(branch.shared, config)
-            branch.routers[0].normal_(std=config.d_model**-0.5)
-            copy_router(branch)
+                _swiglu_(branch.shared.gate_up.weight, branch.shared.out.weight, width, config)
+            for router in branch.routers:
+                router.normal_(std=config.d_model**-0.5)
+            if config.moe.router_copied:
+                copy_router(branch)
 
 
-def _swiglu_(branch: SwiGLU, config: ModelConfig) -> None:
-    d, width = branch.out.weight.shape
-    for matrix in (branch.gate_up.weight, branch.out.weight):
-        _xavier_(matrix, d, width, config.beta)
+def _swiglu_(gate_up: Tensor, down: Tensor, width: int, config: ModelConfig) -> None:
+    for matrix in (gate_up, down):
+        _xavier_(matrix, config.d_model, width, config.beta)
 
 
 def _xavier_(matrix: Tensor, fan_in: int, fan_out: int, gain: float) -> None:

@@ -138,7 +138,8 @@ class Tally:
         if len(losses) > 1:
             found["segment_losses"] = losses
         if self.z is not None:
-            found["z"] = self.z.item() / len(losses)
+            assert self.loads is not None
+            found["z"] = self.z.item() / self.loads.shape[:2].numel()  # a visit's
         if self.loads is not None:
             found["router_overlap"] = overlap(self.loads).tolist()
             found["load_spread"] = spread(self.loads).tolist()

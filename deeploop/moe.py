@@ -58,7 +58,8 @@ def combine(routed: Routed) -> Tensor:
     pass. Sums in float32 (float64 where the rows are), rounded once.
     """
     rows, dtype = routed.rows, torch.promote_types(routed.rows.dtype, torch.float32)
-    chosen = rows[routed.slots.clamp(min=0).long()].to(dtype)
+    there = (routed.slots >= 0)[..., None]
+    chosen = rows[routed.slots.clamp(min=0).long()].where(there, 0).to(dtype)
     y = torch.einsum("nk,nkd->nd", routed.weights.to(dtype), chosen)
     if routed.shared is None:
         return y.to(rows.dtype)

@@ -9,11 +9,12 @@ from deeploop.config import TrainConfig
 
 
 def adamw(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """Fused AdamW that decays matrices and leaves norm gains alone."""
+    """Fused AdamW that decays matrices and leaves norm gains alone, unless told otherwise."""
+    gains = config.weight_decay if config.decay_gains else 0.0
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": gains},
     ]
     betas = (config.beta1, config.beta2)
     return torch.optim.AdamW(groups, lr=config.lr, betas=betas, fused=True)

@@ -69,7 +69,8 @@ def _loom(
 
     The head width is ours: the paper's was not to be had. The embedding has a standard
     deviation of d^-1/2 and is divided by it, the head is a matrix of its own, the 49,152
-    rows are SmolLM's tokenizer's (give its tokenizer.json as data.tokenizer).
+    rows are SmolLM's tokenizer's (give its tokenizer.json as data.tokenizer). Loops are
+    the most the paper trains; its ablation has 9 (--model.loops 9).
     """
     return Config(
         preset=name,
@@ -102,8 +103,9 @@ def _loom_sizes() -> list[Config]:
     """LOOM's sizes, in the paper's reading.
 
     Widths of the experts are what the stated parameter counts leave for them (329M, 1.7B).
-    Of the 100M model only the count and lr are known, and that it may have 24 experts;
-    of the 700M one, M, d and the number of experts are a fit to its count.
+    Of the 100M model only the count and lr are known, and that it may have 24 experts: its
+    d, M, heads and widths are ours. Of the 700M one, M, d and the number of experts are a
+    fit to its count, and lr is that of the 329M model.
     """
     moe = MoEConfig(experts=30, top_k=6, shared=2)
     sizes = [
@@ -154,11 +156,16 @@ def _readings(base: Config) -> list[Config]:
     """The paper's reading, the released code's, and the arms of the ablation.
 
     The released code feeds the global average the local readout, normalises the stream
-    after every loop, never adds its z-loss to the loss, and warms the 1.7B model up over
-    1% of the steps.
+    after every loop, never adds its z-loss to the loss, decays norm gains and warms the
+    1.7B model up over 1% of the steps. Where the paper's summary is silent, its reading
+    has what the code has: the balancing bias, a last learning rate of a tenth, routers
+    that begin as copies. Not followed in either: gradients summed over ranks without
+    division (clipping would then depend on their number), the guard that aborts on a
+    spike, attention that stops at document ends, weights in bfloat16. Which router the
+    partial arms have is our guess: one for all loops.
     """
     released = base.replace("model.loom", global_source="readout", carry="normalised")
-    released = released.replace("model.moe", z_loss=0.0)
+    released = released.replace("model.moe", z_loss=0.0).replace("train", decay_gains=True)
     if base.preset == "loom-1.7b":
         released = released.replace("train", warmup=0.01)
     found = {"": base, "-released": released}

@@ -1,6 +1,5 @@
 """From a configuration to a trainer: what is resolved, refused and said before step one."""
 
-import dataclasses
 import math
 import os
 import shutil
@@ -11,7 +10,7 @@ import torch
 from rich.console import Console
 
 from deeploop import checkpoint, run
-from deeploop.config import Config
+from deeploop.config import Config, entries
 from deeploop.data import Corpus, load_corpus
 from deeploop.device import computes_in_bf16, device_name, pick_device
 from deeploop.disk import user_path
@@ -100,14 +99,15 @@ FREE = {
 
 def check_same(wanted: Config, found: checkpoint.Checkpoint) -> None:
     """Refuse to go on with another model, corpus, batch or seed than the checkpoint's."""
-    for part in ("model", "data", "train"):
-        new, old = (dataclasses.asdict(getattr(c, part)) for c in (wanted, found.config))
-        for name, value in old.items():
-            if new[name] != value and not (part == "train" and name in FREE):
-                raise InputError(
-                    f"{part}.{name}={new[name]}: the checkpoint {found.path} was trained with "
-                    f"{value}; leave it out to go on with that"
-                )
+    new = {entry.name: entry.value for entry in entries(wanted)}
+    for name, value, *_ in entries(found.config):
+        part, _, field = name.partition(".")
+        free = name == "preset" or (part == "train" and field in FREE)
+        if new[name] != value and not free:
+            raise InputError(
+                f"{name}={new[name]}: the checkpoint {found.path} was trained with "
+                f"{value}; leave it out to go on with that"
+            )
     if wanted.train.steps < found.step:
         raise InputError(
             f"train.steps={wanted.train.steps}: the checkpoint is already at step {found.step}"

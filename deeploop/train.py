@@ -254,6 +254,7 @@ class Trainer:
             return None
         length = min(SAMPLE_PROMPT, len(self.corpus.val), self.config.model.seq_len)
         prompt = torch.from_numpy(self.corpus.val.read(0, length)).to(self.device)
+        self.model.eval()
         with autocast(self.device, self.config.train.precision):
             tokens = sample(self.model, prompt[None], SAMPLE_TOKENS, temperature=0.8)
         return tokenizer.decode(tokens[0].tolist())

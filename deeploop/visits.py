@@ -137,7 +137,7 @@ def update(config: ModelConfig, s: Stream, f: Tensor | Routed, visit: Visit) -> 
 
         baseline           h' = h + f
         deepnorm, deeploop h' = RMS(alpha h + f) * gain_out
-        loom, attention    h' = h + L/D_L + G/D_G           L and G take gamma f
+        loom, attention    h' = h + L/D_L + G/D_G           L takes gamma f, and so does G
         loom, MoE          h' = h + gamma RMS(f) * gain_out
         all                n  = RMS(h') * gain_next
     """

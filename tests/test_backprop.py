@@ -82,7 +82,7 @@ def test_segments_are_the_truncated_graph(arm):
     total, s = 0.0, None
     for first in (0, 2, 4):
         s = model.run(x, range(first, first + 2), None if s is None else cut(model.config, s))
-        total = total + cross_entropy(model, s.n, y) + 1e-3 * s.z / len(s.loads)
+        total = total + cross_entropy(model, s.n, y) + 1e-3 * s.z
     total.backward()
     for name, p in model.named_parameters():
         torch.testing.assert_close(grads[name], p.grad, rtol=1e-6, atol=1e-12)
@@ -102,7 +102,7 @@ def test_last_loops_alone_get_gradient(arm):
     with torch.no_grad():
         s = model.run(x, range(4))
     s = model.run(x, range(4, 6), cut(model.config, s))
-    (cross_entropy(model, s.n, y) + 1e-3 * s.z / len(s.loads)).backward()
+    (cross_entropy(model, s.n, y) + 1e-3 * s.z).backward()
     assert len(losses) == 1
     for name, p in model.named_parameters():
         if p.grad is None:
@@ -172,7 +172,7 @@ def test_watch_sees_each_visit_once(recompute):
 
 
 def test_the_z_loss_is_in_the_loss():
-    """Mean over visits and tokens of logsumexp^2, times its weight; what is logged is without."""
+    """Of each visit the mean over tokens of logsumexp^2; the loss that is logged is without."""
     model, config, x, y = make(loops=1, moe={"z_loss": 0.1})
     (loss,), with_z = run(model, config, x, y)
     bare = make(loops=1, moe={"z_loss": 0.0})
