@@ -2,8 +2,8 @@
 
     python -m bench.loom_arms --out bench/results/loom-arms.json
 
-trains `loom-tiny` in every arm of its ablation, and with one loop alone, for each seed,
-and prints held-out bits per byte as a Markdown table: mean, lowest and highest over the
+trains `loom-tiny`, the same with one loop alone, the loop without any of LOOM's parts, and
+LOOM without each of them (--partial: other arms, too), for each seed, and prints held-out bits per byte as a Markdown table: mean, lowest and highest over the
 seeds. Runs that are whole already (in --folder) are not trained again; --jobs runs go on
 at a time, each on its share of the cores. What did not stay finite is counted.
 """
@@ -29,6 +29,8 @@ class Arguments:
     """Preset whose arms are compared."""
     seeds: int = 3
     """Seeds 0, 1, ... of each arm."""
+    partial: bool = False
+    """Also the released code's reading, and loops with one part alone."""
     steps: int = 0
     """Steps of each run; 0: the preset's."""
     jobs: int = 2
@@ -39,11 +41,13 @@ class Arguments:
     """JSON of every run's end."""
 
 
-def arms(base: str) -> dict[str, list[str]]:
+def arms(base: str, partial: bool) -> dict[str, list[str]]:
     """What each row trains: a preset, and overrides."""
     rows = {"one loop": [base, "--model.loops", "1"], "LOOM": [base]}
-    rows["released reading"] = [f"{base}-released"]
-    return rows | {arm: [f"{base}-{arm}"] for arm in LOOM_ARMS}
+    for arm in ("released", *LOOM_ARMS):
+        if partial or not (arm == "released" or arm.endswith("-only")):
+            rows[arm] = [f"{base}-{arm}"]
+    return rows
 
 
 def train(arguments: Arguments, flags: list[str], folder: Path, seed: int) -> dict[str, Any]:
@@ -104,7 +108,7 @@ def _apart(overlaps: list[list[list[float]]]) -> str:
 def main() -> None:
     arguments = tyro.cli(Arguments, description=__doc__)
     preset(arguments.base)
-    rows = arms(arguments.base)
+    rows = arms(arguments.base, arguments.partial)
     with ThreadPoolExecutor(arguments.jobs) as pool:
         jobs = {
             (arm, seed): pool.submit(

@@ -148,7 +148,7 @@ def _loom_tiny() -> Config:
             embed_std=128**-0.5,
             moe=MoEConfig(experts=8, top_k=2, d_expert=128, shared=1),
         ),
-        train=TrainConfig(steps=150, plan="segments", lr=2e-3, min_lr=0.1),
+        train=TrainConfig(steps=100, plan="segments", lr=2e-3, min_lr=0.1),
     )
 
 

@@ -1,0 +1,67 @@
+"""Peak memory of a training step by backprop plan and loops, counted with fake tensors.
+
+    python -m bench.memory loom-329m
+
+prints GiB as a Markdown table: weights, gradients, moments and activations of one
+micro-batch, from the second step on (see `deeploop.memory`). Needs no GPU and does not
+allocate the model.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from deeploop.config import Config
+from deeploop.memory import step_peak
+from deeploop.presets import preset
+
+PLANS: dict[str, dict[str, Any]] = {
+    "segments(3)": {"plan": "segments", "plan_loops": 3},
+    "last(3)": {"plan": "last", "plan_loops": 3},
+    "full": {"plan": "full"},
+    "full, each visit run again": {"plan": "full", "recompute": "visit"},
+    "full, each loop run again": {"plan": "full", "recompute": "loop"},
+}
+
+
+@dataclasses.dataclass
+class Arguments:
+    name: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PRESET")]
+    loops: tuple[int, ...] = (3, 6, 9, 12)
+    """Loop counts, a column each."""
+    micro_batch: int = 0
+    """Sequences of a micro-batch; 0: the preset's."""
+    out: Path | None = None
+    """JSON of the table, in bytes."""
+
+
+def cell(config: Config, plan: dict[str, Any], loops: int) -> int:
+    """Bytes of one plan at one number of loops, bfloat16 where the preset leaves it open."""
+    vocab = config.model.vocab_size or 256
+    config = config.replace("model", loops=loops, vocab_size=vocab)
+    return step_peak(config.replace("train", precision="bf16", **plan))
+
+
+def main() -> None:
+    a = tyro.cli(Arguments, description=__doc__)
+    config = preset(a.name)
+    if a.micro_batch:
+        size = max(a.micro_batch, config.train.batch_size)
+        config = config.replace("train", micro_batch=a.micro_batch, batch_size=size)
+    rows = config.train.micro_batch or config.train.batch_size
+    print(f"{a.name}, {rows} x {config.model.seq_len} tokens, bfloat16 autocast, GiB\n")
+    print(f"| plan | {' | '.join(f'H = {h}' for h in a.loops)} |")
+    print("|---|" + "---|" * len(a.loops))
+    found: dict[str, list[int]] = {}
+    for name, plan in PLANS.items():
+        found[name] = [cell(config, plan, h) for h in a.loops]
+        print(f"| {name} | {' | '.join(f'{b / 2**30:.2f}' for b in found[name])} |", flush=True)
+    if a.out is not None:
+        a.out.write_text(json.dumps({"preset": a.name, "loops": a.loops, "bytes": found}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
