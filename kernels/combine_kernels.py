@@ -22,11 +22,11 @@ def _slot(slots_ptr, weights_ptr, o_slot, m_row):
 @jit()
 def _combine(
     routed_ptr, slots_ptr, weights_ptr, shared_ptr, base, o, o_col, m, o_slot, m_row,
-    D: tl.constexpr, K: tl.constexpr,
+    D: tl.constexpr, K: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """y of one tile; o_slot says where the first slot of each row is."""
     b_y = load_or_zero(shared_ptr, base, o, m)
-    for j in range(K):
+    for j in tl.range(0, K, loop_unroll_factor=UNROLL):
         b_slot, b_weight, m_slot = _slot(slots_ptr, weights_ptr, o_slot + j, m_row)
         b_y += b_weight * load(routed_ptr, b_slot * D + o_col, m & m_slot)
     return b_y
@@ -44,7 +44,7 @@ def expert_combine_forward_kernel(
     o_slot = first * K + o_row[:, None] * K
     b_y = _combine(
         routed_ptr, slots_ptr, weights_ptr, shared_ptr, base, o, o_gain, m, o_slot,
-        m_row[:, None], D, K,
+        m_row[:, None], D, K, 1,
     )  # fmt: skip
     b_r1 = rsqrt_mean(b_y, D, eps)
     tl.store(r1_ptr + first + o_row, b_r1, mask=m_row)
@@ -85,9 +85,10 @@ def _gained(b_x, w_ptr, o_col, m):
 def _spread(
     routed_ptr, slots_ptr, weights_ptr, drouted_ptr, dweights_ptr, used_ptr, o_col, m, o_slot,
     m_row, b_dy, b_dweights, o_k, D: tl.constexpr, K: tl.constexpr, AXIS: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Store one tile of the rows of drouted; return dweights with the tile's share added."""
-    for j in range(K):
+    for j in tl.range(0, K, loop_unroll_factor=UNROLL):
         b_slot, b_weight, m_slot = _slot(slots_ptr, weights_ptr, o_slot + j, m_row)
         o = b_slot * D + o_col
         if dweights_ptr is not None:
@@ -105,12 +106,15 @@ def expert_combine_backward_kernel(
     h_ptr, r1_ptr, r2_ptr, dh_ptr, drouted_ptr, dweights_ptr, dshared_ptr, dw_branch_ptr,
     dw_next_ptr, used_ptr, n_rows, scale,
     D: tl.constexpr, K: tl.constexpr, BRANCH: tl.constexpr, COMBINE: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Whole rows in registers. BRANCH: the branch wants a gradient; COMBINE: y is needed."""
+    # A loop around another one is not pipelined.
+    UNROLL: tl.constexpr = K if STAGES > 1 else 1
     b_dw_branch = tl.zeros((ROWS, BLOCK), tl.float32)
     b_dw_next = tl.zeros((ROWS, BLOCK), tl.float32)
-    for block in range(tl.program_id(0), tl.cdiv(n_rows, ROWS), tl.num_programs(0)):
+    n_blocks, step = tl.cdiv(n_rows, ROWS), tl.num_programs(0)
+    for block in tl.range(tl.program_id(0), n_blocks, step, num_stages=STAGES):
         first = tl.cast(block, tl.int64) * ROWS
         o, o_gain, m, o_row, m_row = tile(n_rows - first, D, BLOCK, ROWS)
         base = first * D
@@ -121,7 +125,7 @@ def expert_combine_backward_kernel(
         if COMBINE:
             b_y1 = b_r1 * _combine(
                 routed_ptr, slots_ptr, weights_ptr, shared_ptr, base, o, o_gain, m, o_slot,
-                m_row[:, None], D, K,
+                m_row[:, None], D, K, UNROLL,
             )  # fmt: skip
         if dn_ptr is not None:
             b_r2 = load(r2_ptr + first, o_row, m_row)[:, None]
@@ -143,7 +147,7 @@ def expert_combine_backward_kernel(
             b_dweights = _spread(
                 routed_ptr, slots_ptr, weights_ptr, drouted_ptr, dweights_ptr, used_ptr,
                 o_gain, m, o_slot, m_row[:, None], b_dy,
-                tl.zeros((ROWS, BLOCK_K), tl.float32), o_k, D, K, 1,
+                tl.zeros((ROWS, BLOCK_K), tl.float32), o_k, D, K, 1, UNROLL,
             )  # fmt: skip
             if dweights_ptr is not None:
                 m_k = m_row[:, None] & (o_k < K)
@@ -198,7 +202,7 @@ def expert_combine_backward_wide_kernel(
             if COMBINE:
                 b_y = _combine(
                     routed_ptr, slots_ptr, weights_ptr, shared_ptr, base, o, o, m, o_slot, m_row,
-                    D, K,
+                    D, K, 1,
                 )  # fmt: skip
                 b_y = _gained(b_y, w_branch_ptr, o, m)
                 b_h += scale * b_r1 * b_y
@@ -220,7 +224,7 @@ def expert_combine_backward_wide_kernel(
             if COMBINE:
                 b_y1 = b_r1 * _combine(
                     routed_ptr, slots_ptr, weights_ptr, shared_ptr, base, o, o, m, o_slot, m_row,
-                    D, K,
+                    D, K, 1,
                 )  # fmt: skip
             b_y2 = b_r2 * (b_h + scale * _gained(b_y1, w_branch_ptr, o, m))
             next_next += (b_dw_next[chunk] + b_dn * b_y2,)
@@ -236,7 +240,7 @@ def expert_combine_backward_wide_kernel(
                     store(dshared_ptr + base, o, b_dy, m)
                 b_dweights = _spread(
                     routed_ptr, slots_ptr, weights_ptr, drouted_ptr, dweights_ptr, used_ptr,
-                    o, m, o_slot, m_row, b_dy, b_dweights, o_k, D, K, 0,
+                    o, m, o_slot, m_row, b_dy, b_dweights, o_k, D, K, 0, 1,
                 )  # fmt: skip
         b_dw_branch = next_branch
         b_dw_next = next_next
@@ -282,10 +286,11 @@ def forward_launch(
     scale: float,
     eps: float,
     norm: bool,
+    config: Config | None = None,
 ) -> tuple[tuple[Tensor, Tensor | None, Tensor, Tensor | None], Launch]:
     """h', n, r1, r2 still to be filled, and the launch that fills them."""
     n_rows, d = h.shape
-    config = rows.forward_config(d)
+    config = config or rows.forward_config(d)
     h_new, r1 = torch.empty_like(h), h.new_empty(n_rows, dtype=torch.float32)
     n = torch.empty_like(h, dtype=routed.dtype) if norm else None
     r2 = torch.empty_like(r1) if norm else None
@@ -324,12 +329,13 @@ def backward_launches(
     scale: float,
     h_dtype: torch.dtype,
     needs: list[bool],
+    config: Config | None = None,
 ) -> tuple[list[Tensor | None], list[Launch]]:
     """dh, drouted, dweights [splits, T, k], dshared and the gains' partial gradients."""
     n_rows, d, k = slots.shape[0], routed.shape[1], slots.shape[1]
     need_h, need_routed, need_weights, need_shared, need_branch, need_next = needs
     branch = need_routed or need_weights or need_shared or need_branch
-    config = _backward_config(d, routed.element_size())
+    config = config or _backward_config(d, routed.element_size())
     groups = max(min(1, n_rows), rows.programs(r1[:, None], config))
     dh = r1.new_empty(n_rows, d, dtype=h_dtype) if need_h else None
     drouted = torch.empty_like(routed) if need_routed else None
@@ -349,7 +355,8 @@ def backward_launches(
         "BLOCK_K": 1 << (k - 1).bit_length(),
     }  # fmt: skip
     if config.chunks == 1:
-        kernel, args["ROWS"] = expert_combine_backward_kernel, config.rows
+        kernel = expert_combine_backward_kernel
+        args |= {"ROWS": config.rows, "STAGES": config.stages}
     else:
         kernel = expert_combine_backward_wide_kernel
         args |= {"n_chunks": config.chunks, "CHUNKS": config.chunks // config.splits}
@@ -363,13 +370,13 @@ def backward_launches(
     return [dh, drouted, dweights, dshared, *partials], launches
 
 
-def aot_launches(x: Tensor, w: Tensor) -> dict[str, Launch]:
+def aot_launches(x: Tensor, w: Tensor, config: Config | None = None) -> dict[str, Launch]:
     """Every launch on rows like x and gains like w (meta tensors), by name."""
     k = 6
     routed, weights = x.new_empty(k * x.shape[0], x.shape[1]), w.new_empty(x.shape[0], k)
     slots = torch.empty_like(weights, dtype=torch.int32)
     inputs = (routed, slots, weights, x, w, w)
-    (_, _, r1, r2), forward = forward_launch(x, *inputs, 1.0, 1e-6, True)
-    args = (x, x, *inputs, x, r1, r2, 1.0, x.dtype, [True] * 6)
+    (_, _, r1, r2), forward = forward_launch(x, *inputs, 1.0, 1e-6, True, config)
+    args = (x, x, *inputs, x, r1, r2, 1.0, x.dtype, [True] * 6, config)
     backward, zero = backward_launches(*args)[1]
     return {"combine forward": forward, "combine backward": backward, "combine zero": zero}

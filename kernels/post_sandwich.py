@@ -53,7 +53,19 @@ import torch
 from torch import Tensor
 
 from . import rows
-from .rows import Launch, jit, load, rsqrt_mean, store, tile, tl
+from .rows import (
+    Config,
+    Launch,
+    gain_tile,
+    jit,
+    load,
+    load_or_one,
+    load_or_zero,
+    rsqrt_mean,
+    store,
+    tile,
+    tl,
+)
 
 
 def post_sandwich(
@@ -106,24 +118,12 @@ def post_sandwich_forward_kernel(
 
 
 @jit()
-def _read(
-    h_ptr, f_ptr, w_out_ptr, dh_new_ptr, dn_ptr, w_next_ptr, base, o, o_gain, m, alpha
-):  # fmt: skip
+def _read(h_ptr, f_ptr, dh_new_ptr, dn_ptr, base, o, m, alpha, b_w_out, b_w_next):
     """z, z * w_out, dh', dn and dn * w_next of one tile."""
     b_z = load(h_ptr + base, o, m) * alpha + load(f_ptr + base, o, m)
-    b_zw = b_z
-    if w_out_ptr is not None:
-        b_zw = b_z * load(w_out_ptr, o_gain, m)
-    b_dh = tl.zeros_like(b_z)
-    if dh_new_ptr is not None:
-        b_dh = load(dh_new_ptr + base, o, m)
-    b_dn = tl.zeros_like(b_z)
-    if dn_ptr is not None:
-        b_dn = load(dn_ptr + base, o, m)
-    b_dnw = b_dn
-    if w_next_ptr is not None:
-        b_dnw = b_dn * load(w_next_ptr, o_gain, m)
-    return b_z, b_zw, b_dh, b_dn, b_dnw
+    b_dh = load_or_zero(dh_new_ptr, base, o, m)
+    b_dn = load_or_zero(dn_ptr, base, o, m)
+    return b_z, b_z * b_w_out, b_dh, b_dn, b_dn * b_w_next
 
 
 @jit()
@@ -135,7 +135,7 @@ def _means(b_sum_1, b_sum_2, b_r1, b_r2, eps, D):
 
 @jit()
 def _write(
-    w_out_ptr, dh_ptr, df_ptr, base, o, o_gain, m, alpha,
+    dh_ptr, df_ptr, base, o, m, alpha, b_w_out,
     b_z, b_zw, b_dh, b_dn, b_dnw, b_r1, b_r2, b_mean_1, b_mean_2,
 ):  # fmt: skip
     """Store dh and df of one tile; return what it adds to dw_out and dw_next."""
@@ -144,9 +144,7 @@ def _write(
     b_y1 = b_z * b_r1
     b_dw_out = b_total * b_y1
     b_dw_next = b_dn * b_y2
-    if w_out_ptr is not None:
-        b_total *= load(w_out_ptr, o_gain, m)
-    b_dz = b_r1 * (b_total - b_y1 * b_mean_1)
+    b_dz = b_r1 * (b_total * b_w_out - b_y1 * b_mean_1)
     if dh_ptr is not None:
         store(dh_ptr + base, o, b_dz * alpha, m)
     if df_ptr is not None:
@@ -158,25 +156,28 @@ def _write(
 def post_sandwich_backward_kernel(
     dh_new_ptr, dn_ptr, h_ptr, f_ptr, w_out_ptr, w_next_ptr, r1_ptr, r2_ptr, dh_ptr, df_ptr,
     dw_out_ptr, dw_next_ptr, n_rows, alpha, eps,
-    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Whole rows in registers, read once."""
+    b_w_out = gain_tile(w_out_ptr, D, BLOCK, ROWS)
+    b_w_next = gain_tile(w_next_ptr, D, BLOCK, ROWS)
     b_dw_out = tl.zeros((ROWS, BLOCK), tl.float32)
     b_dw_next = tl.zeros((ROWS, BLOCK), tl.float32)
-    for block in range(tl.program_id(0), tl.cdiv(n_rows, ROWS), tl.num_programs(0)):
+    n_blocks, step = tl.cdiv(n_rows, ROWS), tl.num_programs(0)
+    for block in tl.range(tl.program_id(0), n_blocks, step, num_stages=STAGES):
         first = tl.cast(block, tl.int64) * ROWS
-        o, o_gain, m, o_row, m_row = tile(n_rows - first, D, BLOCK, ROWS)
+        o, _, m, o_row, m_row = tile(n_rows - first, D, BLOCK, ROWS)
         base = first * D
         b_r1 = load(r1_ptr + first, o_row, m_row)[:, None]
         b_r2 = load(r2_ptr + first, o_row, m_row)[:, None]
         b_z, b_zw, b_dh, b_dn, b_dnw = _read(
-            h_ptr, f_ptr, w_out_ptr, dh_new_ptr, dn_ptr, w_next_ptr, base, o, o_gain, m, alpha
+            h_ptr, f_ptr, dh_new_ptr, dn_ptr, base, o, m, alpha, b_w_out, b_w_next
         )
         b_sum_1 = tl.sum(b_dh * b_zw, axis=1)[:, None]
         b_sum_2 = tl.sum(b_dnw * b_zw, axis=1)[:, None]
         b_mean_1, b_mean_2 = _means(b_sum_1, b_sum_2, b_r1, b_r2, eps, D)
         b_1, b_2 = _write(
-            w_out_ptr, dh_ptr, df_ptr, base, o, o_gain, m, alpha,
+            dh_ptr, df_ptr, base, o, m, alpha, b_w_out,
             b_z, b_zw, b_dh, b_dn, b_dnw, b_r1, b_r2, b_mean_1, b_mean_2,
         )  # fmt: skip
         b_dw_out += b_1
@@ -194,6 +195,7 @@ def post_sandwich_backward_wide_kernel(
     dh_new_ptr, dn_ptr, h_ptr, f_ptr, w_out_ptr, w_next_ptr, r1_ptr, r2_ptr, dh_ptr, df_ptr,
     dw_out_ptr, dw_next_ptr, n_rows, n_chunks, alpha, eps,
     D: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """A row in chunks, read twice: for its sums, then (from L1 or L2) for its gradients.
 
@@ -214,13 +216,14 @@ def post_sandwich_backward_wide_kernel(
         # Two chunks at a time: enough loads in flight to cover their latency. The
         # bound is only known at run time, or the compiler unrolls the whole row
         # and keeps so many loads in registers that others spill.
-        for pair in range(0, n_chunks, 2):
+        for pair in tl.range(0, n_chunks, 2, num_stages=STAGES):
             for half in tl.static_range(2):
                 o = (pair + half) * BLOCK + o_tile
+                b_w_out = load_or_one(w_out_ptr, o, o < D)
+                b_w_next = load_or_one(w_next_ptr, o, o < D)
                 b_z, b_zw, b_dh, b_dn, b_dnw = _read(
-                    h_ptr, f_ptr, w_out_ptr, dh_new_ptr, dn_ptr, w_next_ptr,
-                    base, o, o, o < D, alpha,
-                )  # fmt: skip
+                    h_ptr, f_ptr, dh_new_ptr, dn_ptr, base, o, o < D, alpha, b_w_out, b_w_next
+                )
                 b_sum_1 += b_dh * b_zw
                 b_sum_2 += b_dnw * b_zw
         b_mean_1, b_mean_2 = _means(tl.sum(b_sum_1), tl.sum(b_sum_2), b_r1, b_r2, eps, D)
@@ -229,11 +232,13 @@ def post_sandwich_backward_wide_kernel(
         next_next = b_dw_next[:0]
         for chunk in tl.static_range(CHUNKS):
             o = (own + chunk) * BLOCK + o_tile
+            b_w_out = load_or_one(w_out_ptr, o, o < D)
+            b_w_next = load_or_one(w_next_ptr, o, o < D)
             b_z, b_zw, b_dh, b_dn, b_dnw = _read(
-                h_ptr, f_ptr, w_out_ptr, dh_new_ptr, dn_ptr, w_next_ptr, base, o, o, o < D, alpha
+                h_ptr, f_ptr, dh_new_ptr, dn_ptr, base, o, o < D, alpha, b_w_out, b_w_next
             )
             b_1, b_2 = _write(
-                w_out_ptr, dh_ptr, df_ptr, base, o, o, o < D, alpha,
+                dh_ptr, df_ptr, base, o, o < D, alpha, b_w_out,
                 b_z, b_zw, b_dh, b_dn, b_dnw, b_r1, b_r2, b_mean_1, b_mean_2,
             )  # fmt: skip
             next_out += (b_dw_out[chunk] + b_1,)
@@ -261,10 +266,11 @@ def _forward_launch(
     alpha: float,
     eps: float,
     norm: bool = True,
+    config: Config | None = None,
 ) -> tuple[tuple[Tensor, Tensor | None, Tensor, Tensor | None], Launch]:
     """Outputs still to be filled, and the launch that fills them; h and f are [rows, d]."""
     n_rows, d = h.shape
-    config = rows.forward_config(d)
+    config = config or rows.forward_config(d)
     h_new, n = torch.empty_like(h), torch.empty_like(f) if norm else None
     r1 = h.new_empty(n_rows, dtype=torch.float32)
     r2 = torch.empty_like(r1) if norm else None
@@ -289,10 +295,11 @@ def _backward_launch(
     alpha: float,
     eps: float,
     needs: list[bool],
+    config: Config | None = None,
 ) -> tuple[list[Tensor | None], Launch]:
     """dh, df and the partial dw_out, dw_next still to be filled, and their launch."""
     n_rows, d = h.shape
-    config = rows.backward_config(d, h.element_size(), gains=2)
+    config = config or rows.backward_config(d, h.element_size(), gains=2)
     groups = rows.programs(h, config)
     dh = torch.empty_like(h) if needs[0] else None
     df = torch.empty_like(f) if needs[1] else None
@@ -301,7 +308,7 @@ def _backward_launch(
         "dh_new_ptr": dh_new, "dn_ptr": dn, "h_ptr": h, "f_ptr": f, "w_out_ptr": w_out,
         "w_next_ptr": w_next, "r1_ptr": r1, "r2_ptr": r2, "dh_ptr": dh, "df_ptr": df,
         "dw_out_ptr": partials[0], "dw_next_ptr": partials[1], "n_rows": n_rows, "alpha": alpha,
-        "eps": eps, "D": d, "BLOCK": config.block,
+        "eps": eps, "D": d, "BLOCK": config.block, "STAGES": config.stages,
     }  # fmt: skip
     if config.chunks == 1:
         kernel, args["ROWS"] = post_sandwich_backward_kernel, config.rows
@@ -312,11 +319,11 @@ def _backward_launch(
     return [dh, df, *partials], Launch(kernel, groups * config.splits, args, config)
 
 
-def aot_launches(x: Tensor, w: Tensor) -> dict[str, Launch]:
+def aot_launches(x: Tensor, w: Tensor, config: Config | None = None) -> dict[str, Launch]:
     """Every launch on rows like x and gains like w (meta tensors), by name."""
-    (_, _, r1, r2), forward = _forward_launch(x, x, w, w, 1.0, 1e-6)
+    (_, _, r1, r2), forward = _forward_launch(x, x, w, w, 1.0, 1e-6, config=config)
     assert r2 is not None
-    _, backward = _backward_launch(x, x, x, x, w, w, r1, r2, 1.0, 1e-6, [True] * 4)
+    _, backward = _backward_launch(x, x, x, x, w, w, r1, r2, 1.0, 1e-6, [True] * 4, config)
     return {"post_sandwich forward": forward, "post_sandwich backward": backward}
 
 

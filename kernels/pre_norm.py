@@ -41,7 +41,19 @@ from torch import Tensor
 
 from . import rows
 from .inject import inject
-from .rows import Launch, jit, load, rsqrt_mean, store, tile, tl
+from .rows import (
+    Config,
+    Launch,
+    gain_tile,
+    jit,
+    load,
+    load_or_one,
+    load_or_zero,
+    rsqrt_mean,
+    store,
+    tile,
+    tl,
+)
 
 
 def pre_norm(
@@ -87,27 +99,17 @@ def pre_norm_forward_kernel(
 
 
 @jit()
-def _read(dn_ptr, h_new_ptr, w_next_ptr, base, o, o_gain, m):
+def _read(dn_ptr, h_new_ptr, base, o, m, b_w):
     """h', dn and dn * w_next of one tile."""
-    b_h = load(h_new_ptr + base, o, m)
-    b_dn = tl.zeros_like(b_h)
-    if dn_ptr is not None:
-        b_dn = load(dn_ptr + base, o, m)
-    b_dnw = b_dn
-    if w_next_ptr is not None:
-        b_dnw = b_dn * load(w_next_ptr, o_gain, m)
-    return b_h, b_dn, b_dnw
+    b_dn = load_or_zero(dn_ptr, base, o, m)
+    return load(h_new_ptr + base, o, m), b_dn, b_dn * b_w
 
 
 @jit()
-def _write(
-    dh_new_ptr, dh_ptr, df_ptr, base, o, m, scale, b_h, b_dn, b_dnw, b_r, b_mean
-):  # fmt: skip
+def _write(dh_ptr, df_ptr, base, o, m, scale, b_dh, b_h, b_dn, b_dnw, b_r, b_mean):
     """Store dh and df of one tile; return what it adds to dw_next."""
     b_y = b_h * b_r
-    b_dx = b_r * (b_dnw - b_y * b_mean)
-    if dh_new_ptr is not None:
-        b_dx += load(dh_new_ptr + base, o, m)
+    b_dx = b_dh + b_r * (b_dnw - b_y * b_mean)
     if dh_ptr is not None:
         store(dh_ptr + base, o, b_dx, m)
     if df_ptr is not None:
@@ -119,20 +121,22 @@ def _write(
 def pre_norm_backward_kernel(
     dh_new_ptr, dn_ptr, h_new_ptr, w_next_ptr, r_ptr, dh_ptr, df_ptr, dw_next_ptr, n_rows,
     scale,
-    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Whole rows in registers, read once."""
+    b_w = gain_tile(w_next_ptr, D, BLOCK, ROWS)
     b_dw_next = tl.zeros((ROWS, BLOCK), tl.float32)
-    for block in range(tl.program_id(0), tl.cdiv(n_rows, ROWS), tl.num_programs(0)):
+    n_blocks, step = tl.cdiv(n_rows, ROWS), tl.num_programs(0)
+    for block in tl.range(tl.program_id(0), n_blocks, step, num_stages=STAGES):
         first = tl.cast(block, tl.int64) * ROWS
-        o, o_gain, m, o_row, m_row = tile(n_rows - first, D, BLOCK, ROWS)
+        o, _, m, o_row, m_row = tile(n_rows - first, D, BLOCK, ROWS)
         base = first * D
         b_r = load(r_ptr + first, o_row, m_row)[:, None]
-        b_h, b_dn, b_dnw = _read(dn_ptr, h_new_ptr, w_next_ptr, base, o, o_gain, m)
+        b_h, b_dn, b_dnw = _read(dn_ptr, h_new_ptr, base, o, m, b_w)
+        # Before the sum, which all warps wait for: a load after it would wait for memory anew.
+        b_dh = load_or_zero(dh_new_ptr, base, o, m)
         b_mean = tl.sum(b_dnw * b_h, axis=1)[:, None] * b_r / D
-        b_dw_next += _write(
-            dh_new_ptr, dh_ptr, df_ptr, base, o, m, scale, b_h, b_dn, b_dnw, b_r, b_mean
-        )
+        b_dw_next += _write(dh_ptr, df_ptr, base, o, m, scale, b_dh, b_h, b_dn, b_dnw, b_r, b_mean)
     if dw_next_ptr is not None:
         o_col = tl.arange(0, BLOCK)
         o = tl.program_id(0) * D + o_col
@@ -143,7 +147,7 @@ def pre_norm_backward_kernel(
 def pre_norm_backward_wide_kernel(
     dh_new_ptr, dn_ptr, h_new_ptr, w_next_ptr, r_ptr, dh_ptr, df_ptr, dw_next_ptr, n_rows,
     n_chunks, scale,
-    D: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A row in chunks; h' and dn are read twice, the second time from L1 or L2."""
     o_tile = tl.arange(0, BLOCK)
@@ -154,23 +158,23 @@ def pre_norm_backward_wide_kernel(
         b_r = tl.load(r_ptr + row)
         b_sum = b_zero
         # As in post_sandwich: two chunks in flight, a bound known at run time only.
-        for pair in range(0, n_chunks, 2):
+        for pair in tl.range(0, n_chunks, 2, num_stages=STAGES):
             for half in tl.static_range(2):
                 o = (pair + half) * BLOCK + o_tile
-                b_h, b_dn, b_dnw = _read(dn_ptr, h_new_ptr, w_next_ptr, base, o, o, o < D)
+                b_w = load_or_one(w_next_ptr, o, o < D)
+                b_h, b_dn, b_dnw = _read(dn_ptr, h_new_ptr, base, o, o < D, b_w)
                 b_sum += b_dnw * b_h
         b_mean = tl.sum(b_sum) * b_r / D
         b_next = b_dw_next[:0]
         for chunk in tl.static_range(CHUNKS):
             o = chunk * BLOCK + o_tile
-            b_h, b_dn, b_dnw = _read(dn_ptr, h_new_ptr, w_next_ptr, base, o, o, o < D)
-            b_next += (
-                b_dw_next[chunk]
-                + _write(
-                    dh_new_ptr, dh_ptr, df_ptr, base, o, o < D, scale,
-                    b_h, b_dn, b_dnw, b_r, b_mean,
-                ),
-            )  # fmt: skip
+            b_w = load_or_one(w_next_ptr, o, o < D)
+            b_h, b_dn, b_dnw = _read(dn_ptr, h_new_ptr, base, o, o < D, b_w)
+            b_dh = load_or_zero(dh_new_ptr, base, o, o < D)
+            b_dw = _write(
+                dh_ptr, df_ptr, base, o, o < D, scale, b_dh, b_h, b_dn, b_dnw, b_r, b_mean
+            )
+            b_next += (b_dw_next[chunk] + b_dw,)
         b_dw_next = b_next
     if dw_next_ptr is not None:
         for chunk in tl.static_range(CHUNKS):
@@ -184,11 +188,16 @@ def pre_norm_backward_wide_kernel(
 
 
 def _forward_launch(
-    h: Tensor, f: Tensor, w_next: Tensor | None, scale: float, eps: float
+    h: Tensor,
+    f: Tensor,
+    w_next: Tensor | None,
+    scale: float,
+    eps: float,
+    config: Config | None = None,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Launch]:
     """Outputs still to be filled, and the launch that fills them; h and f are [rows, d]."""
     n_rows, d = h.shape
-    config = rows.forward_config(d)
+    config = config or rows.forward_config(d)
     h_new, n = torch.empty_like(h), torch.empty_like(f)
     r = h.new_empty(n_rows, dtype=torch.float32)
     args = {
@@ -209,10 +218,11 @@ def _backward_launch(
     scale: float,
     f_dtype: torch.dtype,
     needs: list[bool],
+    config: Config | None = None,
 ) -> tuple[list[Tensor | None], Launch]:
     """dh, df and the partial dw_next still to be filled, and their launch."""
     n_rows, d = h_new.shape
-    config = rows.backward_config(d, h_new.element_size(), gains=1)
+    config = config or rows.backward_config(d, h_new.element_size(), gains=1)
     groups = rows.programs(h_new, config)
     dh = torch.empty_like(h_new) if needs[0] else None
     df = torch.empty_like(h_new, dtype=f_dtype) if needs[1] else None
@@ -220,7 +230,7 @@ def _backward_launch(
     args = {
         "dh_new_ptr": dh_new, "dn_ptr": dn, "h_new_ptr": h_new, "w_next_ptr": w_next,
         "r_ptr": r, "dh_ptr": dh, "df_ptr": df, "dw_next_ptr": partial, "n_rows": n_rows,
-        "scale": scale, "D": d, "BLOCK": config.block,
+        "scale": scale, "D": d, "BLOCK": config.block, "STAGES": config.stages,
     }  # fmt: skip
     if config.chunks == 1:
         kernel, args["ROWS"] = pre_norm_backward_kernel, config.rows
@@ -230,10 +240,10 @@ def _backward_launch(
     return [dh, df, partial], Launch(kernel, groups, args, config)
 
 
-def aot_launches(x: Tensor, w: Tensor) -> dict[str, Launch]:
+def aot_launches(x: Tensor, w: Tensor, config: Config | None = None) -> dict[str, Launch]:
     """Every launch on rows like x and gains like w (meta tensors), by name."""
-    (_, _, r), forward = _forward_launch(x, x, w, 1.0, 1e-6)
-    _, backward = _backward_launch(x, x, x, w, r, 1.0, x.dtype, [True] * 3)
+    (_, _, r), forward = _forward_launch(x, x, w, 1.0, 1e-6, config)
+    _, backward = _backward_launch(x, x, x, w, r, 1.0, x.dtype, [True] * 3, config)
     return {"pre_norm forward": forward, "pre_norm backward": backward}
 
 

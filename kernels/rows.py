@@ -235,6 +235,7 @@ class Config(NamedTuple):
     chunks: int = 1
     splits: int = 1
     per_sm: int = 0  # programs per SM, where programs loop over rows
+    stages: int = 1  # from 3 on, the rows to come are copied to shared memory meanwhile
 
 
 # Fixed on purpose: a tuner at run time may choose differently on two ranks, and
@@ -249,19 +250,28 @@ _FORWARD = {
     8192: (1, 8),
     16384: (1, 16),
 }
-#               warps, programs per SM
-_BACKWARD_HELD = {
-    1024: (4, 4),
-    2048: (8, 2),
-}
-# A row in chunks of one 128-bit access per thread. Two gain gradients take a
-# quarter of an SM's registers at 8192; at 16384 they would take half, and the
-# compiler spills around them: two programs share the row. One takes half as many.
-#               warps, programs per SM, splits; for one gain and for two
-_BACKWARD_WIDE = {
-    4096: ((8, 2, 1), (8, 2, 1)),
-    8192: ((8, 2, 1), (8, 1, 1)),
-    16384: ((8, 1, 1), (8, 1, 2)),
+
+
+class Plan(NamedTuple):
+    """A backward launch for one width. splits 0: whole rows; else chunks of 128 bits a thread."""
+
+    warps: int
+    per_sm: int
+    splits: int = 0
+    stages: int = 1
+    rows: int = 1  # times as many rows in a tile
+
+
+# Two gain gradients take a quarter of an SM's registers at 8192; at 16384 they
+# would take half, and the compiler spills around them: two programs share the
+# row. One takes half as many.
+#               for one gain and for two
+_BACKWARD = {
+    1024: (Plan(4, 4), Plan(4, 4)),
+    2048: (Plan(8, 2), Plan(8, 2)),
+    4096: (Plan(8, 2, 1), Plan(8, 2, 1)),
+    8192: (Plan(8, 2, 1), Plan(8, 1, 1)),
+    16384: (Plan(8, 1, 1), Plan(8, 1, 2)),
 }
 
 
@@ -279,14 +289,18 @@ def forward_config(d: int) -> Config:
 
 def backward_config(d: int, itemsize: int, gains: int) -> Config:
     """The tile of a backward launch, which also holds that many gain gradients."""
-    block = _power(d)
-    if block not in _BACKWARD_WIDE:
-        warps, per_sm = _BACKWARD_HELD[max(block, 1024)]
-        return Config(block, max(1, 1024 // block), warps, per_sm=per_sm)
-    warps, per_sm, splits = _BACKWARD_WIDE[block][gains - 1]
-    block = warps * 32 * (16 // itemsize)
+    return planned(d, itemsize, _BACKWARD[max(_power(d), 1024)][gains - 1])
+
+
+def planned(d: int, itemsize: int, plan: Plan) -> Config:
+    """The tile of a backward launch as a plan has it."""
+    block, splits = _power(d), max(1, plan.splits)
+    if not plan.splits:
+        n_rows = plan.rows * max(1, 1024 // block)
+        return Config(block, n_rows, plan.warps, 1, 1, plan.per_sm, plan.stages)
+    block = plan.warps * 32 * (16 // itemsize)
     chunks = -(-d // (block * splits)) * splits
-    return Config(block, 1, warps, chunks, splits, per_sm)
+    return Config(block, 1, plan.warps, chunks, splits, plan.per_sm, plan.stages)
 
 
 @functools.cache
@@ -332,6 +346,22 @@ def load_or_zero(ptr, base, o, m):
     if ptr is not None:
         b_x = load(ptr + base, o, m)
     return b_x
+
+
+@jit()
+def load_or_one(ptr, o, m):
+    """`load`, or ones where there is no gain."""
+    b_w = tl.zeros_like(o).to(tl.float32) + 1.0
+    if ptr is not None:
+        b_w = load(ptr, o, m)
+    return b_w
+
+
+@jit()
+def gain_tile(ptr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """A gain beside each row of a tile, or ones: read once, before the loop over the rows."""
+    o = tl.arange(0, ROWS)[:, None] * 0 + tl.arange(0, BLOCK)[None, :]
+    return load_or_one(ptr, o, o < D)
 
 
 @jit()
