@@ -80,7 +80,9 @@ COMPILING = Budget(float(os.environ.get("DEEPLOOP_BENCH_COMPILE_SECONDS", "60"))
 # |error| / |value| against float64: a few units of rounding, more for sums of many rows.
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
 # Whose kernels an op runs, where it is not its own.
-FUSED = dict.fromkeys(("looping_update", "looping_update_two", "inject"), "linear_update")
+FUSED = dict.fromkeys(
+    ("looping_update", "looping_update_two", "pre_norm", "inject"), "linear_update"
+)
 # What an unfused path would launch: if any of it is there, the fused one did not run.
 UNFUSED = ("rms_norm", "RowwiseMoments", "layer_norm", "vectorized_elementwise")
 # What PyTorch's own operators run, so that a call's bytes can be counted as it runs.

@@ -44,7 +44,7 @@ Record = dict[str, Any]
 DEVICE = "cuda"
 TOLERANCE = {"bf16": 1e-2, "fp16": 1e-2, "fp32": 1e-4}
 FINALISTS = 5
-DEFAULT_OPS = [name for name in c.OPS if name != "inject"]  # looping_update has its kernels
+DEFAULT_OPS = [name for name in c.OPS if name != "inject"]  # its launches are those of pre_norm
 
 
 # ---------------------------------------------------------------------------

@@ -19,8 +19,8 @@ Backward, from dh' and dn (either may be missing), with y1 = y * r1, y2 = h' * r
 A slot of -1 is a dropped one: it contributes nothing, whatever its weight, and no
 row is read for it. No row of routed may be named by two slots. Rows that no slot
 names are never read, so they may hold anything, NaN too; their gradient is zero.
-On CUDA nobody checks that slots stay below the rows of routed: that would wait
-for the device.
+On CUDA nobody checks that slots lie in -1 to the rows of routed: that would wait
+for the device. On a CPU a slot out of range is refused.
 
 Shapes: h, shared [..., d] with T tokens, routed [S, d], slots and weights [T, k],
 gains [d]; h' and n like h. Dtypes: slots int32 or int64, weights float32; h' as
@@ -83,7 +83,6 @@ def expert_combine(
     _check(h, routed, slots, weights, shared)
     rows.check_gains("expert_combine", h, w_branch=w_branch, w_next=w_next)
     rows.check_norm("expert_combine", norm, w_next)
-    rows.check_untraced("expert_combine", eps, scale=scale)
     numbers = rows.numbers(scale, eps)
     h_new, n, _, _ = _forward(h, routed, slots, weights, shared, w_branch, w_next, numbers, norm)
     return h_new, n if norm else None
@@ -129,11 +128,12 @@ def _check(
 
 def _bags(slots: Tensor, n_routed: int) -> tuple[Tensor, Tensor, Tensor]:
     """Which slots were kept, their row numbers in order, and where each token's begin."""
-    if slots.numel() and int(slots.max()) >= n_routed:
-        raise InputError(
-            f"expert_combine: slots reaches {int(slots.max())}; "
-            f"allowed: -1 (dropped) to {n_routed - 1}, the rows of routed"
-        )
+    for end in map(int, slots.aminmax()) if slots.numel() else ():
+        if not -1 <= end < n_routed:
+            raise InputError(
+                f"expert_combine: slots reaches {end}; "
+                f"allowed: -1 (dropped) to {n_routed - 1}, the rows of routed"
+            )
     kept = slots >= 0
     count = kept.sum(1)
     return kept, slots[kept].long(), count.cumsum(0) - count

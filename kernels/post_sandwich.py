@@ -19,8 +19,7 @@ mean(h'^2) = 1 / r2^2 - eps: both row sums come out of one sweep over the row.
 
 Shapes: h, f [..., d]; gains [d]; h' and n like h. Dtypes: h' as h, n as f, each
 gradient as its tensor; arithmetic float32 (float64 if any input is), and n from
-the unrounded h'. alpha is a run-time argument of the kernels, so a new value
-compiles no new kernel; torch.compile keeps each value it meets as a constant.
+the unrounded h'. alpha and eps are data: no new value recompiles anything.
 
 Bytes, in passes over [rows, d] (beside O(rows) statistics and O(d) gains):
 forward 4 (reads h, f; writes h', n), backward 6 (reads dh', dn, h, f; writes dh,
@@ -82,7 +81,7 @@ def post_sandwich(
     rows.check_rows("post_sandwich", h=h, f=f)
     rows.check_gains("post_sandwich", h, w_out=w_out, w_next=w_next)
     rows.check_norm("post_sandwich", norm, w_next)
-    h_new, n, _, _ = _forward(h, f, w_out, w_next, alpha, eps, norm)
+    h_new, n, _, _ = _forward(h, f, w_out, w_next, rows.numbers(alpha, eps), norm)
     return h_new, n if norm else None
 
 
@@ -412,11 +411,11 @@ def _forward(
     f: Tensor,
     w_out: Tensor | None,
     w_next: Tensor | None,
-    alpha: float,
-    eps: float,
-    norm: bool = True,
+    numbers: Tensor,
+    norm: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """-> h', n, r1, r2 (the last two [rows], for the backward); n and r2 empty without the norm."""
+    alpha, eps = numbers.tolist()
     rows.check_numbers("post_sandwich", eps, alpha=alpha)
     shape, h, f = h.shape, rows.as_rows(h), rows.as_rows(f)
     w_out, w_next = rows.packed(w_out), rows.packed(w_next)
@@ -431,7 +430,7 @@ def _forward(
 
 
 @_forward.register_fake
-def _(h, f, w_out, w_next, alpha, eps, norm=True):
+def _(h, f, w_out, w_next, numbers, norm):
     r1 = h.new_empty((rows.count(h),), dtype=rows.compute_dtype(h, f, w_out, w_next))
     n = f.new_empty(f.shape if norm else (0,))
     return h.new_empty(h.shape), n, r1, torch.empty_like(r1) if norm else r1.new_empty(0)
@@ -447,15 +446,14 @@ def _backward(
     w_next: Tensor | None,
     r1: Tensor,
     r2: Tensor,
-    alpha: float,
-    eps: float,
+    numbers: Tensor,
     needs: list[bool],
 ) -> list[Tensor]:
     """The gradients asked for, in the order h, f, w_out, w_next."""
     shape, h, f = h.shape, rows.as_rows(h), rows.as_rows(f)
     dh_new, dn = rows.maybe_rows(dh_new), rows.maybe_rows(dn)
     w_out, w_next = rows.packed(w_out), rows.packed(w_next)
-    args = (dh_new, dn, h, f, w_out, w_next, r1, r2, alpha, eps, needs)
+    args = (dh_new, dn, h, f, w_out, w_next, r1, r2, *numbers.tolist(), needs)
     if rows.uses_triton(h, f, w_out, w_next):
         (dh, df, dw_out, dw_next), launch = _backward_launch(*args)
         launch.run(h)
@@ -468,16 +466,16 @@ def _backward(
 
 
 @_backward.register_fake
-def _(dh_new, dn, h, f, w_out, w_next, r1, r2, alpha, eps, needs):
+def _(dh_new, dn, h, f, w_out, w_next, r1, r2, numbers, needs):
     inputs = (h, f, w_out, w_next)
     return [x.new_empty(x.shape) for x, need in zip(inputs, needs, strict=True) if need]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    h, f, w_out, w_next, ctx.alpha, ctx.eps, norm = inputs
+    h, f, w_out, w_next, numbers, norm = inputs
     _, n, r1, r2 = output
     # Without dn, r2 scales only zeros, and any finite number does.
-    ctx.save_for_backward(h, f, w_out, w_next, r1, r2 if norm else r1)
+    ctx.save_for_backward(h, f, w_out, w_next, r1, r2 if norm else r1, numbers)
     ctx.mark_non_differentiable(r1, r2, *(() if norm else (n,)))
     ctx.set_materialize_grads(False)
 
@@ -485,9 +483,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _gradients(ctx: Any, dh_new: Tensor | None, dn: Tensor | None, *_: None) -> tuple[Any, ...]:
     needs = list(ctx.needs_input_grad[:4])
     if dh_new is None and dn is None:
-        return (None,) * 7
-    found = iter(_backward(dh_new, dn, *ctx.saved_tensors, ctx.alpha, ctx.eps, needs))
-    return (*(next(found) if need else None for need in needs), None, None, None)
+        return (None,) * 6
+    found = iter(_backward(dh_new, dn, *ctx.saved_tensors, needs))
+    return (*(next(found) if need else None for need in needs), None, None)
 
 
 _forward.register_autograd(_gradients, setup_context=_save)

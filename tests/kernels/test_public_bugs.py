@@ -79,7 +79,6 @@ BUGS = {
     ],
     "torch.compile breaks on an opaque launch (flashinfer #2733)": [
         "test_compile.py::test_fullgraph_matches_eager_over_row_counts",
-        "test_compile.py::test_opcheck_forward",
         "test_updates.py::test_opcheck",
         "test_sigmoid_router.py::test_opcheck",
         "test_expert_combine.py::test_opcheck",

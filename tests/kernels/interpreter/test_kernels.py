@@ -42,6 +42,13 @@ def test_matches_reference(op, d, n_rows, dtype):
 
 
 @every_op
+@pytest.mark.parametrize("d", [96, 2050])
+def test_another_eps(op, d):
+    inputs = make_inputs(op, (3, d), torch.float32)
+    compare(op, inputs, make_gradients(inputs), eps=0.5, **TOLERANCE[torch.float32])
+
+
+@every_op
 @pytest.mark.parametrize("d", [2050, 5000, 9000, 16384])
 def test_wide_rows(op, d):
     """Chunks that do not divide the row, and rows shared by two programs."""

@@ -57,6 +57,14 @@ def test_matches_reference(case, d):
 
 
 @main_cases
+@pytest.mark.parametrize("d", [96, 2050])
+def test_another_eps(case, d):
+    inputs = make_inputs(case, (3, d), torch.float32)
+    gradients = make_gradients(case, inputs)
+    compare(case, inputs, gradients, eps=0.5, **TOLERANCE[torch.float32])
+
+
+@main_cases
 @pytest.mark.parametrize("d", [9000, 16384])
 def test_wide_rows(case, d):
     """Rows shared by two programs, and memories stored before h is read."""
