@@ -80,8 +80,8 @@ def plan_of(config: Config, d: int) -> Plan:
 
 
 def _programs(warps: int) -> list[int]:
-    """Programs per SM that come to 8 up to 32 warps."""
-    return sorted({max(1, total // warps) for total in (8, 12, 16, 20, 24, 32)})
+    """Programs per SM that come to 8 up to 32 warps; each is compiled for its registers."""
+    return sorted({max(1, total // warps) for total in (8, 12, 16, 24, 32)})
 
 
 def _held(d: int) -> list[Plan]:

@@ -55,29 +55,31 @@ def compile_one(case: Case, config: Config) -> Record:
     """Compile as a launch would, into Triton's cache on disk; what the code needs."""
     launch = case.launch(DEVICE, config, n_rows=256)
     try:
-        kernel = launch.kernel.warmup(**launch.args, grid=(1,), num_warps=config.warps)
-        report = aot.read_cubin(kernel.asm["cubin"])
+        kernel = launch.kernel.warmup(**launch.args, grid=(1,), **launch.options)
+        report = aot.read(kernel)
     except Exception as error:
         return {"error": f"{type(error).__name__}: {str(error).splitlines()[:1]}"}
     return {
         "registers": report.registers,
         "spills": report.spills,
-        "shared": kernel.metadata.shared,
+        "shared": report.shared,
     }
 
 
 def start_compiling(
     pool: ProcessPoolExecutor, cases: list[Case]
 ) -> dict[Case, dict[Config, Future]]:
-    """One task for each kernel, in the order of timing; the number of programs is no part of it."""
+    """One task for each kernel, in the order of timing; configs alike share it."""
     found: dict[Case, dict[Config, Future]] = {}
     for case in cases:
-        tasks: dict[Config, Future] = {}
+        tasks: dict[Any, Future] = {}
+        found[case] = {}
         for config in c.configs(case):
-            alike = config._replace(per_sm=1)
+            options = case.launch("meta", config).options
+            alike = (config._replace(per_sm=0), *options.values())
             if alike not in tasks:
                 tasks[alike] = pool.submit(compile_one, case, config)
-        found[case] = tasks
+            found[case][config] = tasks[alike]
     return found
 
 
@@ -88,8 +90,7 @@ def compiled(
     there: dict[Config, Record] = {}
     skipped: dict[str, str] = {}
     for i, config in enumerate(c.configs(case)):
-        task = tasks[config._replace(per_sm=1)]
-        needs = task.result(timeout=max(0.1, deadline - time.monotonic()))
+        needs = tasks[config].result(timeout=max(0.1, deadline - time.monotonic()))
         problem = needs.get("error")
         if problem is None and needs["spills"]:
             problem = f"{needs['spills']} spills"

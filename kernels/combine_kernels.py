@@ -306,12 +306,16 @@ def forward_launch(
 
 
 def _backward_config(d: int, itemsize: int) -> Config:
-    """As for two gains, but eight chunks of gain sums beside the slots' loop would spill."""
+    """As for two gains, but the slots' loop beside chunks of gain sums takes registers.
+
+    More than half an SM's, so one program per SM; beside eight chunks more than there are.
+    """
     config = rows.backward_config(d, itemsize, gains=2)
-    if config.chunks // config.splits < 8:
+    if config.chunks == 1:
         return config
-    splits = 2 * config.splits
-    return config._replace(splits=splits, chunks=-(-d // (config.block * splits)) * splits)
+    splits = config.splits * (1 if config.chunks < 8 * config.splits else 2)
+    chunks = -(-d // (config.block * splits)) * splits
+    return config._replace(splits=splits, chunks=chunks, per_sm=1)
 
 
 def backward_launches(

@@ -122,11 +122,16 @@ def _forward_torch(
     norm: bool,
 ) -> tuple[Tensor | None, ...]:
     dtype = rows.compute_dtype(h, f, local, glob, w_next)
-    local_new = _combine(dtype, (k.c, f), (k.b, local))
-    if glob_dtype is None and k.e == k.q == 0:
+    local_new = glob_new = None
+    plain = glob_dtype is None and k.e == k.q == 0
+    if plain and local_dtype is None:  # nothing but h' is written
+        terms = ((k.a, h), (k.u * k.c, f), (k.u * k.b, local), (k.v * k.g, glob))
+        h_new = _combine(dtype, *terms)
+    elif plain:
+        local_new = _combine(dtype, (k.c, f), (k.b, local))
         h_new = _combine(dtype, (k.a, h), (k.u, local_new), (k.v * k.g, glob))
-        glob_new = None
     else:
+        local_new = _combine(dtype, (k.c, f), (k.b, local))
         glob_new = _combine(dtype, (k.e, f), (k.q, local_new), (k.g, glob))
         h_new = _combine(dtype, (k.a, h), (k.u, local_new), (k.v, glob_new))
     h_new = torch.zeros_like(h, dtype=dtype) if h_new is None else h_new

@@ -34,6 +34,7 @@ Normed: TypeAlias = Any
 # Widest row the Triton kernels are built and spill-checked for; wider rows take
 # the PyTorch path.
 MAX_D = 16384
+REGISTERS = 65536  # of one SM, from sm_80 to sm_100
 
 
 def jit(**options: Any) -> Callable[[Callable[..., None]], Any]:
@@ -324,13 +325,26 @@ class Launch(NamedTuple):
     args: dict[str, Any]
     config: Config
 
+    @property
+    def options(self) -> dict[str, int]:
+        """How the compiler is called.
+
+        Left alone ptxas may stop at fewer registers than per_sm programs leave each
+        thread, and spill; told how many those are, it does not.
+        """
+        found = {"num_warps": self.config.warps}
+        if self.config.per_sm and torch.version.hip is None:
+            threads = 32 * self.config.warps * self.config.per_sm
+            found["maxnreg"] = min(255, REGISTERS // threads)
+        return found
+
     def run(self, like: Tensor) -> None:
         """Launch on the device of `like`, whichever device is current; no rows, no launch."""
         if self.grid == 0:
             return
         guard = torch.cuda.device_of(like) if like.is_cuda else contextlib.nullcontext()
         with guard:
-            self.kernel[(self.grid,)](**self.args, num_warps=self.config.warps)
+            self.kernel[(self.grid,)](**self.args, **self.options)
 
 
 @jit()
