@@ -30,16 +30,15 @@ class Tuned(NamedTuple):
 
     title: str
     column: str  # of rows._BACKWARD: the number of gains; the combine stands beside it
-    shares: bool  # whether its wide kernel lets programs share a row
 
 
 OPS = {
-    "post_sandwich": Tuned("post_sandwich", "two gains", True),
-    "pre_norm": Tuned("pre_norm", "one gain", False),
-    "branch_sandwich": Tuned("branch_sandwich", "two gains", True),
-    "looping_update": Tuned("looping_update", "one gain", False),
-    "expert_combine": Tuned("combine", "combine", True),
-    "inject": Tuned("inject", "one gain", False),
+    "post_sandwich": Tuned("post_sandwich", "two gains"),
+    "pre_norm": Tuned("pre_norm", "one gain"),
+    "branch_sandwich": Tuned("branch_sandwich", "two gains"),
+    "looping_update": Tuned("looping_update", "one gain"),
+    "expert_combine": Tuned("combine", "combine"),
+    "inject": Tuned("inject", "one gain"),
 }
 
 
@@ -96,7 +95,7 @@ def _held(d: int) -> list[Plan]:
     ]
 
 
-def _wide(d: int, shares: bool) -> list[Plan]:
+def _wide(d: int) -> list[Plan]:
     """Rows in chunks, where there is more than one."""
     if d <= 2048:
         return []
@@ -104,7 +103,7 @@ def _wide(d: int, shares: bool) -> list[Plan]:
         Plan(warps, per_sm, splits, stages)
         for warps in (4, 8, 16)
         for per_sm in _programs(warps)
-        for splits in ((1, 2) if shares else (1,))
+        for splits in (1, 2)
         for stages in (1, 3)
     ]
 
@@ -112,7 +111,7 @@ def _wide(d: int, shares: bool) -> list[Plan]:
 def backward_configs(case: Case, default: Config) -> list[Config]:
     """The default first; no two alike."""
     itemsize = DTYPES[case.dtype].itemsize
-    held, wide = _held(case.d), _wide(case.d, OPS[case.op].shares)
+    held, wide = _held(case.d), _wide(case.d)
     if case.op == "expert_combine":  # its wide kernel has no stages; 16 warps of it spill
         wide = [plan for plan in wide if plan.stages == 1]
     configs = [rows.planned(case.d, itemsize, plan) for plan in held]

@@ -9,18 +9,17 @@ import torch
 from torch import Tensor
 
 from . import rows
-from .rows import (
-    Config,
-    Launch,
+from .rows import Config, Launch, jit, tl
+from .tiles import (
     gain_tile,
-    jit,
     load,
     load_or_one,
     load_or_zero,
     rsqrt_mean,
     store,
+    store_chunks,
+    store_sum,
     tile,
-    tl,
 )
 
 
@@ -105,12 +104,8 @@ def branch_sandwich_backward_kernel(
         b_dw_branch += _write(
             dh_ptr, df_ptr, base, o, m, scale, b_w_branch, b_f, b_total, b_r1, b_mean_1
         )
-    o_col = tl.arange(0, BLOCK)
-    o = tl.program_id(0) * D + o_col
-    if dw_branch_ptr is not None:
-        tl.store(dw_branch_ptr + o, tl.sum(b_dw_branch, axis=0), mask=o_col < D)
-    if dw_next_ptr is not None:
-        tl.store(dw_next_ptr + o, tl.sum(b_dw_next, axis=0), mask=o_col < D)
+    store_sum(dw_branch_ptr, b_dw_branch, D, BLOCK)
+    store_sum(dw_next_ptr, b_dw_next, D, BLOCK)
 
 
 @jit(do_not_specialize=["n_rows", "n_chunks", "scale"])
@@ -139,7 +134,7 @@ def branch_sandwich_backward_wide_kernel(
         b_sum = b_zero
         b_sum_h = b_zero
         b_sum_n = b_zero
-        # As in post_sandwich: two chunks in flight, a bound known at run time only.
+        # As in post_kernels: two chunks in flight, a bound known at run time only.
         for pair in tl.range(0, n_chunks, 2, num_stages=STAGES):
             for half in tl.static_range(2):
                 o = (pair + half) * BLOCK + o_tile
@@ -179,13 +174,8 @@ def branch_sandwich_backward_wide_kernel(
             next_branch += (b_dw_branch[chunk] + b_dw,)
         b_dw_branch = next_branch
         b_dw_next = next_next
-    for chunk in tl.static_range(CHUNKS):
-        o_col = (own + chunk) * BLOCK + o_tile
-        o = group * D + o_col
-        if dw_branch_ptr is not None:
-            tl.store(dw_branch_ptr + o, b_dw_branch[chunk], mask=o_col < D)
-        if dw_next_ptr is not None:
-            tl.store(dw_next_ptr + o, b_dw_next[chunk], mask=o_col < D)
+    store_chunks(dw_branch_ptr, b_dw_branch, group, own, D, BLOCK, CHUNKS)
+    store_chunks(dw_next_ptr, b_dw_next, group, own, D, BLOCK, CHUNKS)
 
 
 # ---------------------------------------------------------------------------
@@ -204,17 +194,15 @@ def forward_launch(
 ) -> tuple[tuple[Tensor | None, ...], Launch]:
     """Outputs still to be filled, and the launch that fills them; h and f are [rows, d]."""
     n_rows, d = h.shape
-    config = config or rows.forward_config(d)
     h_new, n = torch.empty_like(h), torch.empty_like(f) if norm else None
     r1 = h.new_empty(n_rows, dtype=torch.float32)
     r2 = torch.empty_like(r1) if norm else None
     args = {
         "h_ptr": h, "f_ptr": f, "w_branch_ptr": w_branch, "w_next_ptr": w_next,
-        "h_new_ptr": h_new, "n_ptr": n, "r1_ptr": r1, "r2_ptr": r2, "n_rows": n_rows,
-        "scale": scale, "eps": eps, "D": d, "BLOCK": config.block, "ROWS": config.rows,
+        "h_new_ptr": h_new, "n_ptr": n, "r1_ptr": r1, "r2_ptr": r2, "scale": scale, "eps": eps,
     }  # fmt: skip
-    grid = -(-n_rows // config.rows)
-    return (h_new, n, r1, r2), Launch(branch_sandwich_forward_kernel, grid, args, config)
+    config = config or rows.forward_config(d)
+    return (h_new, n, r1, r2), rows.forward_launch(branch_sandwich_forward_kernel, args, h, config)
 
 
 def backward_launch(
@@ -242,15 +230,10 @@ def backward_launch(
         "dh_new_ptr": dh_new, "dn_ptr": dn, "h_ptr": h, "f_ptr": f, "w_branch_ptr": w_branch,
         "w_next_ptr": w_next, "r1_ptr": r1, "r2_ptr": r2, "dh_ptr": dh, "df_ptr": df,
         "dw_branch_ptr": partials[0], "dw_next_ptr": partials[1], "n_rows": n_rows,
-        "scale": scale, "D": d, "BLOCK": config.block, "STAGES": config.stages,
+        "scale": scale, "D": d,
     }  # fmt: skip
-    if config.chunks == 1:
-        kernel, args["ROWS"] = branch_sandwich_backward_kernel, config.rows
-    else:
-        kernel = branch_sandwich_backward_wide_kernel
-        args |= {"n_chunks": config.chunks, "CHUNKS": config.chunks // config.splits}
-        args["SPLITS"] = config.splits
-    return [dh, df, *partials], Launch(kernel, groups * config.splits, args, config)
+    kernels = (branch_sandwich_backward_kernel, branch_sandwich_backward_wide_kernel)
+    return [dh, df, *partials], rows.backward_launch(*kernels, args, groups, config)
 
 
 def aot_launches(x: Tensor, w: Tensor | None, config: Config | None = None) -> dict[str, Launch]:

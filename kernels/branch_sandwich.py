@@ -158,14 +158,9 @@ def _forward(
     rows.check_numbers("branch_sandwich", eps, scale=scale)
     shape, h, f = h.shape, rows.as_rows(h), rows.as_rows(f)
     w_branch, w_next = rows.packed(w_branch), rows.packed(w_next)
+    fused = rows.uses_triton(h, f, w_branch, w_next)
     args = (h, f, w_branch, w_next, scale, eps, norm)
-    if rows.uses_triton(h, f, w_branch, w_next):
-        (h_new, n, r1, r2), launch = forward_launch(*args)
-        launch.run(h)
-    else:
-        with rows.no_autocast(h):
-            h_new, n, r1, r2 = _forward_torch(*args)
-    assert h_new is not None and r1 is not None
+    h_new, n, r1, r2 = rows.results(h, fused, forward_launch, _forward_torch, *args)
     n = f.new_empty(0) if n is None else n.view(shape)
     return h_new.view(shape), n, r1, r1.new_empty(0) if r2 is None else r2
 
@@ -199,17 +194,10 @@ def _backward(
     w_branch, w_next = rows.packed(w_branch), rows.packed(w_next)
     wanted = [*needs[:3], needs[3] and dn is not None]
     args = (dh_new, dn, h, f, w_branch, w_next, r1, r2, numbers[0].item(), h_dtype, wanted)
-    if rows.uses_triton(f, r1):
-        (dh, df, dw_branch, dw_next), launch = backward_launch(*args)
-        launch.run(f)
-        dw_branch = rows.gain_gradient(dw_branch, w_branch)
-        dw_next = rows.gain_gradient(dw_next, w_next)
-    else:
-        with rows.no_autocast(f):
-            dh, df, dw_branch, dw_next = _backward_torch(*args)
-    if needs[3] and dw_next is None and w_next is not None:
-        dw_next = torch.zeros_like(w_next)
-    return rows.found(shape, dh, df) + rows.found(None, dw_branch, dw_next)
+    fused = rows.uses_triton(f, r1)
+    dh, df, *gains = rows.results(f, fused, backward_launch, _backward_torch, *args)
+    gains = map(rows.gain_gradient, gains, (w_branch, w_next), needs[2:])
+    return rows.found(shape, dh, df) + rows.found(None, *gains)
 
 
 @_backward.register_fake

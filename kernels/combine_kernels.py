@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from . import rows
-from .rows import Config, Launch, jit, load, load_or_zero, rsqrt_mean, store, tile, tl
+from .rows import Config, Launch, jit, tl
+from .tiles import load, load_or_zero, rsqrt_mean, store, store_chunks, store_sum, tile
 
 ZEROED = Config(1024, 32, 4)  # rows of routed whose marks one program looks at
 
@@ -152,12 +153,42 @@ def expert_combine_backward_kernel(
             if dweights_ptr is not None:
                 m_k = m_row[:, None] & (o_k < K)
                 tl.store(dweights_ptr + o_slot + o_k, b_dweights, mask=m_k)
-    o_col = tl.arange(0, BLOCK)
-    o = tl.program_id(0) * D + o_col
-    if dw_branch_ptr is not None:
-        tl.store(dw_branch_ptr + o, tl.sum(b_dw_branch, axis=0), mask=o_col < D)
-    if dw_next_ptr is not None:
-        tl.store(dw_next_ptr + o, tl.sum(b_dw_next, axis=0), mask=o_col < D)
+    store_sum(dw_branch_ptr, b_dw_branch, D, BLOCK)
+    store_sum(dw_next_ptr, b_dw_next, D, BLOCK)
+
+
+@jit()
+def _means(
+    dh_new_ptr, dn_ptr, routed_ptr, slots_ptr, weights_ptr, shared_ptr, w_branch_ptr, w_next_ptr,
+    h_ptr, base, o_slot, m_row, b_r1, b_r2, n_chunks, scale,
+    D: tl.constexpr, K: tl.constexpr, COMBINE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """m1 and m2 from one sweep over a row: three sums are enough, for T is linear in m2.
+
+    m2 = r2 / d * sum(dn * w_next * h')
+    m1 = scale * r1 / d * (sum(y * w_branch * (dh' + r2 * dn * w_next))
+                           - r2^2 * m2 * sum(y * w_branch * h'))
+    """
+    b_sum_1 = tl.zeros((BLOCK,), tl.float32)
+    b_sum_2 = tl.zeros((BLOCK,), tl.float32)
+    b_sum_3 = tl.zeros((BLOCK,), tl.float32)
+    for chunk in range(n_chunks):
+        o = chunk * BLOCK + tl.arange(0, BLOCK)
+        m = o < D
+        b_dh, _, b_dnw, b_h = _read(dh_new_ptr, dn_ptr, h_ptr, w_next_ptr, base, o, o, m)
+        if COMBINE:
+            b_y = _combine(
+                routed_ptr, slots_ptr, weights_ptr, shared_ptr, base, o, o, m, o_slot, m_row,
+                D, K, 1,
+            )  # fmt: skip
+            b_y = _gained(b_y, w_branch_ptr, o, m)
+            b_h += scale * b_r1 * b_y
+            b_sum_2 += b_y * (b_dh + b_r2 * b_dnw)
+            b_sum_3 += b_y * b_h
+        b_sum_1 += b_dnw * b_h
+    b_mean_2 = tl.sum(b_sum_1) * b_r2 / D
+    b_mean_1 = tl.sum(b_sum_2) - b_r2 * b_r2 * b_mean_2 * tl.sum(b_sum_3)
+    return b_mean_1 * scale * b_r1 / D, b_mean_2
 
 
 @jit(do_not_specialize=["n_rows", "n_chunks", "scale"])
@@ -171,14 +202,10 @@ def expert_combine_backward_wide_kernel(
     """A row in chunks, once for its sums, then for its gradients.
 
     SPLITS programs share a row: each sums all of it and writes its own CHUNKS.
-    Three sums are enough for both means, for T is linear in m2:
-
-        m2 = r2 / d * sum(dn * w_next * h')
-        m1 = scale * r1 / d * (sum(y * w_branch * (dh' + r2 * dn * w_next))
-                               - r2^2 * m2 * sum(y * w_branch * h'))
     """
     group = tl.program_id(0) // SPLITS
     split = tl.program_id(0) % SPLITS
+    own = split * CHUNKS
     o_tile = tl.arange(0, BLOCK)
     o_k = tl.arange(0, BLOCK_K)
     b_zero = tl.zeros((BLOCK,), tl.float32)
@@ -192,32 +219,17 @@ def expert_combine_backward_wide_kernel(
         b_r2 = 0.0
         if dn_ptr is not None:
             b_r2 = tl.load(r2_ptr + row)
-        b_sum_1 = b_zero
-        b_sum_2 = b_zero
-        b_sum_3 = b_zero
-        for chunk in range(n_chunks):
-            o = chunk * BLOCK + o_tile
-            m = o < D
-            b_dh, b_dn, b_dnw, b_h = _read(dh_new_ptr, dn_ptr, h_ptr, w_next_ptr, base, o, o, m)
-            if COMBINE:
-                b_y = _combine(
-                    routed_ptr, slots_ptr, weights_ptr, shared_ptr, base, o, o, m, o_slot, m_row,
-                    D, K, 1,
-                )  # fmt: skip
-                b_y = _gained(b_y, w_branch_ptr, o, m)
-                b_h += scale * b_r1 * b_y
-                b_sum_2 += b_y * (b_dh + b_r2 * b_dnw)
-                b_sum_3 += b_y * b_h
-            b_sum_1 += b_dnw * b_h
-        b_mean_2 = tl.sum(b_sum_1) * b_r2 / D
-        b_mean_1 = tl.sum(b_sum_2) - b_r2 * b_r2 * b_mean_2 * tl.sum(b_sum_3)
-        b_mean_1 *= scale * b_r1 / D
+        b_mean_1, b_mean_2 = _means(
+            dh_new_ptr, dn_ptr, routed_ptr, slots_ptr, weights_ptr, shared_ptr, w_branch_ptr,
+            w_next_ptr, h_ptr, base, o_slot, m_row, b_r1, b_r2, n_chunks, scale,
+            D, K, COMBINE, BLOCK,
+        )  # fmt: skip
         b_dweights = tl.zeros((BLOCK_K,), tl.float32)
         # A tuple has no item assignment: the next pair is built up and swapped in.
         next_branch = b_dw_branch[:0]
         next_next = b_dw_next[:0]
         for chunk in tl.static_range(CHUNKS):
-            o = (split * CHUNKS + chunk) * BLOCK + o_tile
+            o = (own + chunk) * BLOCK + o_tile
             m = o < D
             b_total, b_dn, b_dnw, b_h = _read(dh_new_ptr, dn_ptr, h_ptr, w_next_ptr, base, o, o, m)
             b_y1 = b_zero
@@ -247,13 +259,8 @@ def expert_combine_backward_wide_kernel(
         if dweights_ptr is not None:
             o = (tl.cast(split, tl.int64) * n_rows + row) * K + o_k
             tl.store(dweights_ptr + o, b_dweights, mask=o_k < K)
-    for chunk in tl.static_range(CHUNKS):
-        o_col = (split * CHUNKS + chunk) * BLOCK + o_tile
-        o = group * D + o_col
-        if dw_branch_ptr is not None:
-            tl.store(dw_branch_ptr + o, b_dw_branch[chunk], mask=o_col < D)
-        if dw_next_ptr is not None:
-            tl.store(dw_next_ptr + o, b_dw_next[chunk], mask=o_col < D)
+    store_chunks(dw_branch_ptr, b_dw_branch, group, own, D, BLOCK, CHUNKS)
+    store_chunks(dw_next_ptr, b_dw_next, group, own, D, BLOCK, CHUNKS)
 
 
 @jit(do_not_specialize=["n_slots"])
@@ -290,30 +297,27 @@ def forward_launch(
 ) -> tuple[tuple[Tensor, Tensor | None, Tensor, Tensor | None], Launch]:
     """h', n, r1, r2 still to be filled, and the launch that fills them."""
     n_rows, d = h.shape
-    config = config or rows.forward_config(d)
     h_new, r1 = torch.empty_like(h), h.new_empty(n_rows, dtype=torch.float32)
     n = torch.empty_like(h, dtype=routed.dtype) if norm else None
     r2 = torch.empty_like(r1) if norm else None
     args = {
         "h_ptr": h, "routed_ptr": routed, "slots_ptr": slots, "weights_ptr": weights,
         "shared_ptr": shared, "w_branch_ptr": w_branch, "w_next_ptr": w_next, "h_new_ptr": h_new,
-        "n_ptr": n, "r1_ptr": r1, "r2_ptr": r2, "n_rows": n_rows, "scale": scale, "eps": eps,
-        "D": d, "K": slots.shape[1], "BLOCK": config.block, "ROWS": config.rows,
+        "n_ptr": n, "r1_ptr": r1, "r2_ptr": r2, "scale": scale, "eps": eps, "K": slots.shape[1],
     }  # fmt: skip
-    return (h_new, n, r1, r2), Launch(
-        expert_combine_forward_kernel, -(-n_rows // config.rows), args, config
-    )
+    config = config or rows.forward_config(d)
+    return (h_new, n, r1, r2), rows.forward_launch(expert_combine_forward_kernel, args, h, config)
 
 
 def _backward_config(d: int, itemsize: int) -> Config:
     """As for two gains, but the slots' loop beside chunks of gain sums takes registers.
 
-    More than half an SM's, so one program per SM; beside eight chunks more than there are.
+    More than half an SM's, so one program per SM; beside 8192 columns more than there are.
     """
     config = rows.backward_config(d, itemsize, gains=2)
     if config.chunks == 1:
         return config
-    splits = config.splits * (1 if config.chunks < 8 * config.splits else 2)
+    splits = config.splits * (1 if config.chunks * config.block < 8192 * config.splits else 2)
     chunks = -(-d // (config.block * splits)) * splits
     return config._replace(splits=splits, chunks=chunks, per_sm=1)
 
@@ -354,18 +358,10 @@ def backward_launches(
         "r2_ptr": r2, "dh_ptr": dh, "drouted_ptr": drouted, "dweights_ptr": dweights,
         "dshared_ptr": dshared, "dw_branch_ptr": partials[0], "dw_next_ptr": partials[1],
         "used_ptr": used, "n_rows": n_rows, "scale": scale, "D": d, "K": k,
-        "BRANCH": branch,
-        "COMBINE": branch or dn is not None, "BLOCK": config.block,
-        "BLOCK_K": 1 << (k - 1).bit_length(),
+        "BRANCH": branch, "COMBINE": branch or dn is not None, "BLOCK_K": 1 << (k - 1).bit_length(),
     }  # fmt: skip
-    if config.chunks == 1:
-        kernel = expert_combine_backward_kernel
-        args |= {"ROWS": config.rows, "STAGES": config.stages}
-    else:
-        kernel = expert_combine_backward_wide_kernel
-        args |= {"n_chunks": config.chunks, "CHUNKS": config.chunks // config.splits}
-        args["SPLITS"] = config.splits
-    launches = [Launch(kernel, groups * config.splits, args, config)]
+    kernels = (expert_combine_backward_kernel, expert_combine_backward_wide_kernel)
+    launches = [rows.backward_launch(*kernels, args, groups, config)]
     if drouted is not None:
         zero = {"used_ptr": used, "drouted_ptr": drouted, "n_slots": len(routed), "D": d}
         zero |= {"BLOCK": ZEROED.block, "ROWS": ZEROED.rows}

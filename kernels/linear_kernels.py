@@ -11,18 +11,17 @@ import torch
 from torch import Tensor
 
 from . import rows
-from .rows import (
-    Config,
-    Launch,
+from .rows import Config, Launch, jit, tl
+from .tiles import (
     gain_tile,
-    jit,
     load,
     load_or_one,
     load_or_zero,
     rsqrt_mean,
     store,
+    store_chunks,
+    store_sum,
     tile,
-    tl,
 )
 
 
@@ -151,29 +150,31 @@ def linear_update_backward_kernel(
             dh_ptr, df_ptr, dlocal_ptr, dglob_ptr, base, o, m, a, b, c, g, e, q, u, v,
             b_total, b_dlocal, b_dglob, GLOBAL,
         )  # fmt: skip
-    if dw_next_ptr is not None:
-        o_col = tl.arange(0, BLOCK)
-        o = tl.program_id(0) * D + o_col
-        tl.store(dw_next_ptr + o, tl.sum(b_dw_next, axis=0), mask=o_col < D)
+    store_sum(dw_next_ptr, b_dw_next, D, BLOCK)
 
 
 @jit(do_not_specialize=["n_rows", "n_chunks", "a", "b", "c", "g", "e", "q", "u", "v"])
 def linear_update_backward_wide_kernel(
     dh_new_ptr, dlocal_new_ptr, dglob_new_ptr, dn_ptr, h_new_ptr, w_next_ptr, r_ptr, dh_ptr,
     df_ptr, dlocal_ptr, dglob_ptr, dw_next_ptr, n_rows, n_chunks, a, b, c, g, e, q, u, v,
-    D: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, GLOBAL: tl.constexpr,
-    STAGES: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, SPLITS: tl.constexpr,
+    GLOBAL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A row in chunks; h' and dn are read twice, the second time from L1 or L2."""
+    """A row in chunks; h' and dn are read twice, the second time from L1 or L2.
+
+    SPLITS programs share a row: each sums all of it and writes its own CHUNKS.
+    """
+    group = tl.program_id(0) // SPLITS
+    own = tl.program_id(0) % SPLITS * CHUNKS
     o_tile = tl.arange(0, BLOCK)
     b_zero = tl.zeros((BLOCK,), tl.float32)
     b_dw_next = (b_zero,) * CHUNKS
-    for row in range(tl.program_id(0), n_rows, tl.num_programs(0)):
+    for row in range(group, n_rows, tl.num_programs(0) // SPLITS):
         base = tl.cast(row, tl.int64) * D
         if dn_ptr is not None:
             b_r = tl.load(r_ptr + row)
             b_sum = b_zero
-            # As in post_sandwich: two chunks in flight, a bound known at run time only.
+            # As in post_kernels: two chunks in flight, a bound known at run time only.
             for pair in tl.range(0, n_chunks, 2, num_stages=STAGES):
                 for half in tl.static_range(2):
                     o = (pair + half) * BLOCK + o_tile
@@ -183,7 +184,7 @@ def linear_update_backward_wide_kernel(
             b_mean = tl.sum(b_sum) * b_r / D
         b_next = b_dw_next[:0]
         for chunk in tl.static_range(CHUNKS):
-            o = chunk * BLOCK + o_tile
+            o = (own + chunk) * BLOCK + o_tile
             b_total, b_dlocal, b_dglob = _read_rest(
                 dh_new_ptr, dlocal_new_ptr, dglob_new_ptr, base, o, o < D
             )
@@ -200,11 +201,7 @@ def linear_update_backward_wide_kernel(
                 b_total, b_dlocal, b_dglob, GLOBAL,
             )  # fmt: skip
         b_dw_next = b_next
-    if dw_next_ptr is not None:
-        for chunk in tl.static_range(CHUNKS):
-            o_col = chunk * BLOCK + o_tile
-            o = tl.program_id(0) * D + o_col
-            tl.store(dw_next_ptr + o, b_dw_next[chunk], mask=o_col < D)
+    store_chunks(dw_next_ptr, b_dw_next, group, own, D, BLOCK, CHUNKS)
 
 
 # ---------------------------------------------------------------------------
@@ -247,10 +244,9 @@ def forward_launch(
     args = {
         "h_ptr": h, "f_ptr": f, "local_ptr": local, "glob_ptr": glob, "w_next_ptr": w_next,
         "h_new_ptr": out.h, "local_new_ptr": out.local, "glob_new_ptr": out.glob,
-        "n_ptr": out.n, "r_ptr": out.r, "n_rows": n_rows, **k._asdict(), "eps": eps,
-        "D": d, "BLOCK": config.block, "ROWS": config.rows, "EARLY": config.block > 8192,
+        "n_ptr": out.n, "r_ptr": out.r, **k._asdict(), "eps": eps, "EARLY": config.block > 8192,
     }  # fmt: skip
-    return out, Launch(linear_update_forward_kernel, -(-n_rows // config.rows), args, config)
+    return out, rows.forward_launch(linear_update_forward_kernel, args, h, config)
 
 
 def backward_launch(
@@ -271,8 +267,9 @@ def backward_launch(
     dh_new, dlocal_new, dglob_new, dn = gradients
     given = [x for x in gradients if x is not None]
     n_rows, d = given[0].shape
-    itemsize = min(x.element_size() for x in given)
-    config = config or rows.backward_config(d, itemsize, gains=1)
+    sizes = {x.element_size() for x in given}
+    # Memories wider than the stream take the registers of a second gain.
+    config = config or rows.backward_config(d, min(sizes), gains=min(len(sizes), 2))
     groups = rows.programs(given[0], config)
     dh, df, dlocal, dglob = (_like(given[0], dtype) for dtype in dtypes)
     partial = given[0].new_empty(groups, d, dtype=torch.float32) if need_next else None
@@ -280,15 +277,11 @@ def backward_launch(
         "dh_new_ptr": dh_new, "dlocal_new_ptr": dlocal_new, "dglob_new_ptr": dglob_new,
         "dn_ptr": dn, "h_new_ptr": h_new, "w_next_ptr": w_next, "r_ptr": r, "dh_ptr": dh,
         "df_ptr": df, "dlocal_ptr": dlocal, "dglob_ptr": dglob, "dw_next_ptr": partial,
-        "n_rows": n_rows, **k._asdict(), "D": d, "BLOCK": config.block, "GLOBAL": has_glob,
-        "STAGES": config.stages,
+        "n_rows": n_rows, **k._asdict(), "D": d, "GLOBAL": has_glob,
     }  # fmt: skip
-    if config.chunks == 1:
-        kernel, args["ROWS"] = linear_update_backward_kernel, config.rows
-    else:
-        kernel = linear_update_backward_wide_kernel
-        args |= {"n_chunks": config.chunks, "CHUNKS": config.chunks}
-    return [dh, df, dlocal, dglob, partial], Launch(kernel, groups, args, config)
+    kernels = (linear_update_backward_kernel, linear_update_backward_wide_kernel)
+    found = [dh, df, dlocal, dglob, partial]
+    return found, rows.backward_launch(*kernels, args, groups, config)
 
 
 def aot_launches(

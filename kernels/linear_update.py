@@ -28,8 +28,8 @@ A launch reads each input it is given once and writes each output it is asked fo
 once, beside O(rows) statistics and O(d) gains; the ops count their passes. The
 gain's gradient is added up as in post_sandwich: float32 partial sums, no atomics.
 Up to d = 2048 the backward holds the row in registers; wider rows are read in
-chunks, and h' and dn a second time, out of L1 or L2. Speed on a GPU: not yet
-measured.
+chunks, and h' and dn a second time, out of L1 or L2. Above 8192 two programs share
+a row whose memories are wider than its stream. Speed on a GPU: not yet measured.
 """
 
 from __future__ import annotations
@@ -203,14 +203,8 @@ def _forward(
     inputs = (rows.as_rows(h), rows.as_rows(f), rows.maybe_rows(local), rows.maybe_rows(glob))
     w_next = rows.packed(w_next)
     args = (*inputs, w_next, Coefficients(*letters), eps, local_dtype, glob_dtype, norm)
-    out: tuple[Tensor | None, ...]
-    if rows.uses_triton(*inputs, w_next):
-        out, launch = forward_launch(*args)
-        launch.run(h)
-    else:
-        with rows.no_autocast(h):
-            out = _forward_torch(*args)
-    *full, r = out
+    fused = rows.uses_triton(h, *inputs, w_next)
+    *full, r = rows.results(h, fused, forward_launch, _forward_torch, *args)
     h_new, local_new, glob_new, n = (_empty(h) if x is None else x.view(shape) for x in full)
     return h_new, local_new, glob_new, n, _empty(h) if r is None else r
 
@@ -257,15 +251,9 @@ def _backward(
     h_new, w_next = rows.maybe_rows(h_new), rows.packed(w_next)
     dtypes = (dh_dtype, df_dtype, dlocal_dtype, dglob_dtype)
     args = (gradients, h_new, w_next, r, k, has_glob, dtypes, need_next and dn is not None)
-    if rows.uses_triton(like, *gradients, w_next, r) and torch.float64 not in dtypes:
-        (*found, partial), launch = backward_launch(*args)
-        launch.run(like)
-        dw_next = rows.gain_gradient(partial, w_next)
-    else:
-        with rows.no_autocast(like):
-            *found, dw_next = _backward_torch(*args)
-    if need_next and dw_next is None and w_next is not None:
-        dw_next = torch.zeros_like(w_next)
+    fused = rows.uses_triton(like, *gradients, w_next, r) and torch.float64 not in dtypes
+    *found, dw_next = rows.results(like, fused, backward_launch, _backward_torch, *args)
+    dw_next = rows.gain_gradient(dw_next, w_next, need_next)
     return rows.found(like.shape, *found) + rows.found(None, dw_next)
 
 

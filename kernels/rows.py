@@ -1,4 +1,4 @@
-"""What every row kernel shares: input checks, the launch guard, the config table.
+"""What every op on rows shares: input checks, the config table, the launch.
 
 A row kernel sees its inputs as [rows, d]: everything but the last dimension is
 flattened. Nothing here needs a GPU, and Triton may be absent (it ships for
@@ -212,11 +212,16 @@ def column_sum(x: Tensor, row_scale: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mv(x.T, row_scale.reshape(-1)).to(dtype)
 
 
-def gain_gradient(partial: Tensor | None, w: Tensor | None) -> Tensor | None:
-    """Add up the programs' partial sums [programs, d]; with no rows that is zero."""
-    if partial is None or w is None:
+def gain_gradient(found: Tensor | None, w: Tensor | None, need: bool) -> Tensor | None:
+    """A gain's gradient where it is needed: partial sums [programs, d] are added up.
+
+    Zero where nothing was found, for the norm's output was not used, or there are no rows.
+    """
+    if not need or w is None:
         return None
-    return partial.sum(0).to(w.dtype)
+    if found is None:
+        return torch.zeros_like(w)
+    return (found.sum(0) if found.dim() == 2 else found).to(w.dtype)
 
 
 # ---------------------------------------------------------------------------
@@ -347,62 +352,35 @@ class Launch(NamedTuple):
             self.kernel[(self.grid,)](**self.args, **self.options)
 
 
-@jit()
-def load(ptr, o, m):
-    """A tile in float32; lanes outside the mask read 0."""
-    return tl.load(ptr + o, mask=m, other=0.0).to(tl.float32)
+def forward_launch(kernel: Any, args: dict[str, Any], like: Tensor, config: Config) -> Launch:
+    """A launch with a program for each tile of the rows of `like`."""
+    n_rows, d = like.shape
+    args |= {"n_rows": n_rows, "D": d, "BLOCK": config.block, "ROWS": config.rows}
+    return Launch(kernel, -(-n_rows // config.rows), args, config)
 
 
-@jit()
-def load_or_zero(ptr, base, o, m):
-    """`load`, or zeros where there is no tensor."""
-    b_x = tl.zeros_like(o).to(tl.float32)
-    if ptr is not None:
-        b_x = load(ptr + base, o, m)
-    return b_x
+def backward_launch(
+    held: Any, wide: Any, args: dict[str, Any], groups: int, config: Config
+) -> Launch:
+    """A launch whose programs loop over rows: held in registers, or in chunks, as config has it."""
+    kernel = held if config.chunks == 1 else wide
+    sizes = {
+        "BLOCK": config.block, "ROWS": config.rows, "STAGES": config.stages,
+        "n_chunks": config.chunks, "CHUNKS": config.chunks // config.splits,
+        "SPLITS": config.splits,
+    }  # fmt: skip
+    args |= {name: size for name, size in sizes.items() if name in kernel.arg_names}
+    return Launch(kernel, groups * config.splits, args, config)
 
 
-@jit()
-def load_or_one(ptr, o, m):
-    """`load`, or ones where there is no gain."""
-    b_w = tl.zeros_like(o).to(tl.float32) + 1.0
-    if ptr is not None:
-        b_w = load(ptr, o, m)
-    return b_w
-
-
-@jit()
-def gain_tile(ptr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """A gain beside each row of a tile, or ones: read once, before the loop over the rows."""
-    o = tl.arange(0, ROWS)[:, None] * 0 + tl.arange(0, BLOCK)[None, :]
-    return load_or_one(ptr, o, o < D)
-
-
-@jit()
-def store(ptr, o, value, m):
-    """A tile, rounded to what ptr points at."""
-    tl.store(ptr + o, value.to(ptr.dtype.element_ty), mask=m)
-
-
-@jit()
-def tile(left, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """Offsets and masks of a [ROWS, BLOCK] tile of whole rows, `left` of them in range.
-
-    The offsets count from the tile's first value, so 32 bits do: the caller adds
-    its 64-bit base, for rows * d passes 2^31 on real batches. Gains get offsets
-    of the tile's own shape: read as a single row, a gain would get a layout of
-    its own and a trip through shared memory; the repeated reads hit L1.
-    """
-    o_row = tl.arange(0, ROWS)
-    o_col = tl.arange(0, BLOCK)
-    m_row = o_row < left
-    o = o_row[:, None] * D + o_col[None, :]
-    o_gain = o_row[:, None] * 0 + o_col[None, :]
-    m = m_row[:, None] & (o_col < D)[None, :]
-    return o, o_gain, m, o_row, m_row
-
-
-@jit()
-def rsqrt_mean(b_x, D: tl.constexpr, eps):
-    """1 / sqrt(mean(x^2) + eps) for each row of a tile."""
-    return 1.0 / tl.sqrt(tl.sum(b_x * b_x, axis=1) / D + eps)
+def results(
+    like: Tensor, fused: bool, build: Callable[..., Any], closed: Callable[..., Any], *args: Any
+) -> Any:
+    """What the launches that `build` makes fill in, or the closed form on the same arguments."""
+    if fused:
+        found, launches = build(*args)
+        for launch in [launches] if isinstance(launches, Launch) else launches:
+            launch.run(like)
+        return found
+    with no_autocast(like):
+        return closed(*args)

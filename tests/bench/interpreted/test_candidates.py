@@ -16,7 +16,7 @@ def few(configs):
 
 @pytest.mark.parametrize("d", [1000, 3000])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize("op", c.OPS)
+@pytest.mark.parametrize("op", tune.DEFAULT_OPS)
 def test_same_results(op, direction, d):
     case = c.Case(op, direction, 21, d, "fp32")
     default = case.launch("cpu")
