@@ -36,7 +36,7 @@ OPS = {
     "post_sandwich": Tuned("post_sandwich", "two gains"),
     "pre_norm": Tuned("pre_norm", "one gain"),
     "branch_sandwich": Tuned("branch_sandwich", "two gains"),
-    "looping_update": Tuned("looping_update", "one gain"),
+    "looping_update": Tuned("looping_update", "two gains"),
     "expert_combine": Tuned("combine", "combine"),
     "inject": Tuned("inject", "one gain"),
 }

@@ -267,9 +267,10 @@ def backward_launch(
     dh_new, dlocal_new, dglob_new, dn = gradients
     given = [x for x in gradients if x is not None]
     n_rows, d = given[0].shape
-    sizes = {x.element_size() for x in given}
-    # Memories wider than the stream take the registers of a second gain.
-    config = config or rows.backward_config(d, min(sizes), gains=min(len(sizes), 2))
+    itemsize = min(x.element_size() for x in given)
+    # Memories take the registers of a second gain.
+    memories = has_glob or dlocal_new is not None
+    config = config or rows.backward_config(d, itemsize, gains=1 + memories)
     groups = rows.programs(given[0], config)
     dh, df, dlocal, dglob = (_like(given[0], dtype) for dtype in dtypes)
     partial = given[0].new_empty(groups, d, dtype=torch.float32) if need_next else None

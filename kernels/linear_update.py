@@ -29,7 +29,7 @@ once, beside O(rows) statistics and O(d) gains; the ops count their passes. The
 gain's gradient is added up as in post_sandwich: float32 partial sums, no atomics.
 Up to d = 2048 the backward holds the row in registers; wider rows are read in
 chunks, and h' and dn a second time, out of L1 or L2. Above 8192 two programs share
-a row whose memories are wider than its stream. Speed on a GPU: not yet measured.
+a row with memories. Speed on a GPU: not yet measured.
 """
 
 from __future__ import annotations
