@@ -23,12 +23,15 @@ Each record (benchmark.extra_info["contenders"]) holds, in seconds and bytes:
   a CPU, ours; on CUDA ours moves its floor (bench.traffic counts that); else None.
 
 DEEPLOOP_BENCH_COMPILE=1 adds torch.compile on a CPU too, where each case takes many
-seconds to build; on CUDA it always runs. DEEPLOOP_BENCH_SECONDS=N skips
-what has not begun after N seconds, so that the results so far are still written.
+seconds to build; on CUDA it runs until DEEPLOOP_BENCH_COMPILE_SECONDS (60) have gone
+into building. DEEPLOOP_BENCH_SECONDS=N skips what has not begun after N seconds, so
+that the results so far are still written; DEEPLOOP_BENCH_OPS="NAME ..." leaves only
+these ops.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import platform
@@ -37,7 +40,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -47,6 +50,7 @@ from torch import Tensor
 from bench.counting import count
 from bench.ops import OPS, Contender, Op, compiled, contenders
 from bench.timing import (
+    Budget,
     copy_bandwidth,
     graphed,
     interleaved,
@@ -70,15 +74,21 @@ _ON_CUDA = [
     (torch.bfloat16, (32768, 2048)),
 ]
 CASES = _ON_CUDA if CUDA else [(t, (1024, 768)) for t in (torch.bfloat16, torch.float32)]
+CHOSEN = os.environ.get("DEEPLOOP_BENCH_OPS", "").split()
 BEGAN, BUDGET = time.monotonic(), float(os.environ.get("DEEPLOOP_BENCH_SECONDS", "inf"))
+COMPILING = Budget(float(os.environ.get("DEEPLOOP_BENCH_COMPILE_SECONDS", "60")))
 # |error| / |value| against float64: a few units of rounding, more for sums of many rows.
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
 # Whose kernels an op runs, where it is not its own.
-FUSED = dict.fromkeys(("looping_update", "looping_update_two", "inject"), "linear_update")
+FUSED = dict.fromkeys(
+    ("looping_update", "looping_update_two", "pre_norm", "inject"), "linear_update"
+)
 # What an unfused path would launch: if any of it is there, the fused one did not run.
 UNFUSED = ("rms_norm", "RowwiseMoments", "layer_norm", "vectorized_elementwise")
 # What PyTorch's own operators run, so that a call's bytes can be counted as it runs.
 ATEN_ONLY = ("ours", "eager", "naive")
+
+OURS_FAILED = 9  # exit code; any other than 0 is a contender's fault
 
 # A saved tensor is read again by every timed backward.
 torch._functorch.config.donated_buffer = False
@@ -188,28 +198,35 @@ def runners(
     inputs = op.make_inputs(*shape, dtype, DEVICE)
     gradients, exact = exact_results(op, inputs, dtype)
     found, missing = contenders(op)
-    if CUDA or os.environ.get("DEEPLOOP_BENCH_COMPILE") == "1":
+    if not CUDA and os.environ.get("DEEPLOOP_BENCH_COMPILE") != "1":
+        missing["compile"] = "on a CPU only with DEEPLOOP_BENCH_COMPILE=1"
+    elif COMPILING.left <= 0:
+        missing["compile"] = "the seconds for building it are over"
+    else:
         torch._dynamo.reset()  # every shape is a new compilation; there is a limit on those
         found.append(compiled(op))
-    else:
-        missing["compile"] = "on a CPU only with DEEPLOOP_BENCH_COMPILE=1"
     right: dict[str, Runner] = {}
     for contender in found:
+        building = COMPILING.spend() if contender.name == "compile" else contextlib.nullcontext()
         try:
-            runner = Runner(op, contender, inputs, stream)
-            runner.set_gradients(gradients)
-            problem = runner.wrong(exact, TOLERANCE[dtype])
+            with building:
+                runner = Runner(op, contender, inputs, stream)
+                runner.set_gradients(gradients)
+                problem = runner.wrong(exact, TOLERANCE[dtype])
         except Exception as error:
-            if contender.name == "ours":
-                raise
             problem = in_words(error)
         if problem is None:
             right[contender.name] = runner
         elif contender.name == "ours":
-            pytest.fail(f"{op.name}: {problem}; nothing is timed")
+            stop(f"{op.name}: {problem}; nothing is timed")
         else:
             missing[contender.name] = problem
     return right, missing
+
+
+def stop(reason: str) -> NoReturn:
+    """End the session: ours is at fault, and no speed counts before it is right."""
+    pytest.exit(reason, returncode=OURS_FAILED)
 
 
 def in_words(error: Exception) -> str:
@@ -260,18 +277,22 @@ def assert_fused(op: Op, runner: Runner, direction: str) -> None:
     """Ours launched its own kernel, and nothing of the chain it replaces."""
     names = kernel_names(runner.forward if direction == "forward" else runner.backward)
     ours = f"{FUSED.get(op.name, op.name)}_{direction}"
-    assert any(ours in name for name in names), f"no {ours} kernel in {names}"
+    if not any(ours in name for name in names):
+        stop(f"no {ours} kernel in {names}")
     # Filling memory with zeros is no part of a chain.
     strays = [
         name
         for name in names
         if any(word in name for word in UNFUSED) and "FillFunctor" not in name
     ]
-    assert not (op.normed and strays), f"unfused kernels beside the fused one: {strays}"
+    if op.normed and strays:
+        stop(f"{op.name}: unfused kernels beside the fused one: {strays}")
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+@pytest.mark.parametrize(
+    "op", [op for op in OPS if not CHOSEN or op.name in CHOSEN], ids=lambda op: op.name
+)
 @pytest.mark.parametrize(
     ("dtype", "shape"),
     CASES,

@@ -5,11 +5,18 @@
 #
 # Nothing needs to be installed: the repository is used where it is, with the
 # torch, triton, pytest and pytest-benchmark of $PYTHON (default python3). Every
-# stage has its time cap; the first one that fails ends the run, so no speed is
+# stage has its time cap; the first check that fails ends the run, so no speed is
 # ever written behind a failing check. Exit code 3: there is no GPU.
 #
-# SKIP_MEMCHECK=1 leaves compute-sanitizer out (it is left out by itself where it
-# is not installed). DEEPLOOP_COMMIT names the commit where there is no .git.
+# Speed has a process for each op, the shape of a 124M model first and the others
+# while time lasts: a contender that takes its process down costs that op's records
+# and an exit code of 1 at the end, an op of ours that fails ends the run.
+#
+# OPS="NAME ..." times only these. TUNE=1 first times every launch setting (python -m
+# bench.tune) for TUNE_SECONDS (200). STEPS=1 ends with 20 steps of the 124M model at
+# R = 1 and R = 7, where the trainer's packages are there. SKIP_MEMCHECK=1 leaves
+# compute-sanitizer out (it is left out by itself where it is not installed).
+# DEEPLOOP_COMMIT names the commit where there is no .git.
 #
 # With CPU_DRY_RUN=1 the same stages run without a GPU, as a test of this script;
 # what they time is then the CPU path.
@@ -73,11 +80,70 @@ else
 fi
 stage determinism 60 "$python" -m bench.checks determinism
 
-left=$((460 - SECONDS))
-# A case that has begun must still end inside the cap.
-export DEEPLOOP_BENCH_SECONDS=$((left - 45))
-stage speed "$left" "$python" -m pytest -q -p no:cacheprovider bench/bench_kernels.py \
-    --benchmark-json="$name.json"
-timeout 60 "$python" -m bench.report "$name.json" --png "$name.png" >"$name.md"
+if [ "${TUNE:-0}" = 1 ] && [ "$dry" != 1 ]; then
+    seconds=${TUNE_SECONDS:-200}
+    stage tune $((seconds + 40)) "$python" -m bench.tune --seconds "$seconds" \
+        --out "$name-tune.json"
+fi
+
+failed=0
+speed() { # op, part of the shapes, pytest's -k for it
+    local json=$name-$1-$2.json left=$((440 - SECONDS)) code=0
+    if [ "$left" -lt 30 ]; then
+        echo "== speed of $1, $2: no time left"
+        return
+    fi
+    [ "$left" -gt 90 ] && left=90
+    echo "== speed of $1, $2 (at most $left s)"
+    # A case that has begun must still end inside the cap.
+    DEEPLOOP_BENCH_OPS=$1 DEEPLOOP_BENCH_SECONDS=$((left - 20)) \
+        DEEPLOOP_BENCH_COMPILE_SECONDS=$((left / 3)) timeout --kill-after=10 "$left" \
+        "$python" -m pytest -q -p no:cacheprovider bench/bench_kernels.py -k "$3" \
+        --benchmark-json="$json" || code=$?
+    if [ "$code" = 9 ]; then
+        echo "h200.sh: $1 failed; nothing after it was run"
+        exit 1
+    elif [ "$code" != 0 ] && [ "$code" != 5 ]; then # 5: no such case
+        echo "h200.sh: $1, $2: a contender ended it with exit code $code; records are missing"
+        failed=1
+    fi
+    [ -s "$json" ] || rm -f "$json"
+}
+
+ops="post_sandwich pre_norm branch_sandwich looping_update expert_combine sigmoid_router"
+ops=${OPS:-$ops looping_update_two inject}
+main=65536x768
+[ "$dry" = 1 ] && main=1024x768 ops=${OPS:-post_sandwich} # the CPU has this shape alone
+for op in $ops; do speed "$op" main "$main"; done
+for op in $ops; do speed "$op" others "not $main"; done
+shopt -s nullglob
+files=("$name"-*-main.json "$name"-*-others.json)
+if [ ${#files[@]} = 0 ]; then
+    echo "h200.sh: nothing was timed"
+    exit 1
+fi
+timeout 60 "$python" -m bench.report "${files[@]}" --png "$name.png" >"$name.md"
 cat "$name.md"
-echo "== written: $name.json $name.md $name.png, $SECONDS s in all"
+echo "== written: ${files[*]} $name.md $name.png, $SECONDS s in all"
+
+steps() { # loops
+    local out limit=$((470 - SECONDS))
+    [ "$limit" -gt 90 ] && limit=90
+    [ "$limit" -lt 20 ] && { echo "== 20 steps at R = $1: no time left" && return; }
+    out=$(mktemp -d)
+    echo "== 20 steps at R = $1 (at most $limit s)"
+    timeout --kill-after=10 "$limit" "$python" -m deeploop.cli train "gpt2-small-r$1-deeploop" \
+        --data.tokenizer byte --steps 20 --train.compile --train.batch-size 16 \
+        --train.log-every 5 --train.eval-every 0 --train.save-every 0 \
+        --train.eval-tokens 1024 --out "$out/run" || failed=1
+    rm -rf "$out"
+}
+
+if [ "${STEPS:-0}" = 1 ] && [ "$dry" != 1 ]; then
+    if "$python" -c 'import tyro, rich, safetensors' 2>/dev/null; then
+        for loops in 1 7; do steps "$loops"; done
+    else
+        echo "== training steps: skipped, the trainer's packages are not there"
+    fi
+fi
+exit $failed

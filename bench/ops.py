@@ -9,10 +9,12 @@ The contenders of an op compute the same function of the same inputs:
 
 * ours: `deeploop.kernels`;
 * naive: `deeploop.kernels.reference` in eager mode, the chain one writes first
-  (upcast, square, mean, rsqrt, multiply, downcast);
+  (upcast, square, mean, rsqrt, multiply, downcast); where the reference asks the
+  device how many of something there are, which no CUDA graph can hold, a form of it
+  that does not (`plain`);
 * eager: PyTorch's own fused calls (torch.add with alpha, F.rms_norm), the best
   eager code we know;
-* compile: torch.compile of the reference;
+* compile: torch.compile of the same;
 * liger, apex: their fused norms, with PyTorch for what they do not cover.
 """
 
@@ -53,6 +55,7 @@ class Op(NamedTuple):
     eager: Callable[..., tuple[Tensor, ...]]  # takes the norm to use first
     fused_add: Callable[..., tuple[Tensor, ...]] | None = None  # and Liger's add + norm
     normed: bool = True  # whether a norm is part of it
+    plain: Callable[..., tuple[Tensor, ...]] | None = None  # naive, if not the reference
 
     def run(self, fn: Callable[..., Any], inputs: list[Tensor]) -> tuple[Tensor, ...]:
         """fn, with the signature of deeploop.kernels, on the inputs."""
@@ -134,13 +137,30 @@ def _inject(norm: Norm, h, x, w_next, *, keep, add):
     return h, norm(h, w_next)
 
 
+def _load(indices: Tensor, n: int) -> Tensor:
+    """torch.bincount, which waits for the device, in a fixed size."""
+    flat = indices.flatten()
+    return flat.new_zeros(n).scatter_add_(0, flat, torch.ones_like(flat))
+
+
 def _router(norm: Norm, x, w, bias, *, top_k):
     logits = F.linear(x.float(), w)
     scores = logits.sigmoid()
     indices = (scores + bias).topk(top_k).indices
     weights = scores.gather(1, indices)
-    load = torch.bincount(indices.flatten(), minlength=w.shape[0])
-    return weights / weights.sum(1, True), indices, load, logits.logsumexp(1).square().mean()
+    z = logits.logsumexp(1).square().mean()
+    return weights / weights.sum(1, True), indices, _load(indices, w.shape[0]), z
+
+
+def _plain_router(x, w, bias, *, top_k):
+    logits = x.float() @ w.T
+    score = logits.sigmoid()
+    order = (score.detach() + bias).sort(dim=-1, descending=True, stable=True).indices
+    indices = order[:, :top_k]
+    weights = score.gather(1, indices)
+    weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-9)
+    z = logits.logsumexp(-1).square().sum() / logits.shape[0]
+    return weights, indices.int(), _load(indices, w.shape[0]), z
 
 
 def _gathered(h, routed, slots, weights, shared):
@@ -159,6 +179,13 @@ def _combine_fused(
 ):
     f = _gathered(h, routed, slots, weights, shared)
     return _branch_sandwich_fused(norm, add_norm, h, f, w_branch, w_next, scale=scale)
+
+
+def _plain_combine(h, routed, slots, weights, shared, w_branch, w_next, *, scale, eps):
+    rows = routed.float().index_select(0, slots.flatten()).view(*slots.shape, -1)
+    y = (weights[..., None] * rows).sum(1) + shared.float()
+    h, n = reference.branch_sandwich(h, y, w_branch, w_next, scale, eps)
+    return h, n.to(routed.dtype)
 
 
 _COMBINE = {
@@ -189,11 +216,11 @@ OPS = [
     ),
     Op(
         "sigmoid_router", {"x": ROWS, "w": EXPERTS, "bias": BIAS}, {"top_k": TOP_K},
-        (1, 2), None, _router, normed=False,
+        (1, 2), None, _router, normed=False, plain=_plain_router,
     ),
     Op(
         "expert_combine", _COMBINE, {"scale": 1.0},
-        (TOP_K + 4, 2 * TOP_K + 6), None, _combine, _combine_fused,
+        (TOP_K + 4, 2 * TOP_K + 6), None, _combine, _combine_fused, plain=_plain_combine,
     ),
 ]  # fmt: skip
 OPS = [op for op in OPS if op.name in kernels.__all__]
@@ -217,7 +244,7 @@ def contenders(op: Op, norm: Norm | None = None) -> tuple[list[Contender], dict[
         Contender("ours", functools.partial(op.run, getattr(kernels, op.name))),
         # F.rms_norm takes its fused path only where gain and rows agree in dtype.
         Contender("eager", lambda x: op.eager(norm or torch_norm, *x, **op.factors), None),
-        Contender("naive", functools.partial(op.run, getattr(reference, op.name))),
+        Contender("naive", functools.partial(op.run, _chain(op))),
     ]
     missing = {}
     for name, make in (("liger", _liger), ("apex", _apex)):
@@ -231,9 +258,13 @@ def contenders(op: Op, norm: Norm | None = None) -> tuple[list[Contender], dict[
     return found, missing
 
 
+def _chain(op: Op) -> Callable[..., tuple[Tensor, ...]]:
+    return op.plain or getattr(reference, op.name)
+
+
 def compiled(op: Op) -> Contender:
-    """torch.compile of the reference, one graph."""
-    fn = torch.compile(getattr(reference, op.name), fullgraph=True, dynamic=False)
+    """torch.compile of the naive chain, one graph."""
+    fn = torch.compile(_chain(op), fullgraph=True, dynamic=False)
     return Contender("compile", functools.partial(op.run, fn))
 
 

@@ -2,7 +2,8 @@
 
     python -m bench.report FILE.json... [--png FILE.png]
 
-Kernel records (bench_kernels.py) become one table per device: ours in
+Several files make one report: kernel records (bench_kernels.py) of the same device
+and software stand together, by op. They become one table per device: ours in
 microseconds, GB/s and share of the device's copy bandwidth, every other contender
 as its time over ours, and ours against the strongest of them (over 1: ours is
 faster). Any other record is listed with its median and what it noted down.
@@ -68,13 +69,15 @@ def kernel_table(records: list[Record]) -> str:
     head = ["op", "", "rows x d", "dtype", "floor, passes", "us", "spread", "us per call"]
     head += ["GB/s", "of copy"]
     head += [*(f"{name} / ours" for name in BASELINES), "strongest / ours", "peak, MiB"]
-    copies = [record["copy_gb_per_s"] for record in records]
+    copies = sorted({f"{record['copy_gb_per_s']:.4g}" for record in records}, key=float)
+    order = [record["op"] for record in records]
+    records = sorted(records, key=lambda record: order.index(record["op"]))
     lines = [
         f"## {first['device']}",
         "",
         f"torch {first['torch']}, triton {first['triton']}, Python {first['python']}, "
         f"commit {first['commit']}; ours runs on {first['path']}; "
-        f"copy bandwidth {min(copies):.4g} GB/s measured here.",
+        f"copy bandwidth {' to '.join([copies[0], *copies[1:][-1:]])} GB/s measured here.",
         "",
         "GB/s is the op's floor in bytes over time; `us` has no launch overhead on CUDA, "
         "`us per call` has; spread is the middle half of the rounds over their median.",

@@ -1,13 +1,29 @@
 """Timing that holds on a machine whose speed drifts: contenders take turns in one run."""
 
+import contextlib
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 FLUSH_BYTES = 256 << 20  # several times any L2
+
+
+class Budget:
+    """Seconds that may still be spent on something."""
+
+    def __init__(self, seconds: float):
+        self.left = seconds
+
+    @contextlib.contextmanager
+    def spend(self) -> Iterator[None]:
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            self.left -= time.monotonic() - begin
 
 
 def interleaved(
@@ -67,10 +83,20 @@ def interleaved_on_device(
 
 
 def graphed(run: Callable[[], object], stream: torch.cuda.Stream) -> Callable[[], None]:
-    """A CUDA graph of one call, captured on the stream it was warmed up on."""
+    """A CUDA graph of one call, captured on the stream it was warmed up on.
+
+    A capture that fails can leave the process unfit for the next one, so a call that
+    waits for the device, as no graph can, is refused before (RuntimeError).
+    """
     with torch.cuda.stream(stream):
-        for _ in range(3):
+        for _ in range(2):
             run()
+        stream.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):

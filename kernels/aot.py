@@ -4,19 +4,24 @@
 
 For each launch the ops make, as they make it: registers, spills, atomics and the
 share of global bytes moved in 128-bit accesses, from the cubin (ptxas and
-cuobjdump come with Triton). Exit code 1 if a kernel spills, uses an atomic, or
-moves less than 90% of its bytes in 128-bit accesses at a d divisible by 8.
+cuobjdump come with Triton). Exit code 1 if a kernel spills, uses an atomic, asks for
+more shared memory than a program may have, or moves less than 90% of its bytes in
+128-bit accesses at a d divisible by 8. One process per CPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import functools
 import importlib
+import multiprocessing
+import os
 import re
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,17 +29,22 @@ import torch
 
 from . import rows
 
-# The submodules, not the functions of the same names.
+# The submodules, not the functions of the same names; inject has the launches of pre_norm.
 NAMES = (
-    "post_sandwich", "pre_norm", "branch_sandwich", "looping_update", "inject",
-    "sigmoid_router", "expert_combine",
+    "post_sandwich", "pre_norm", "branch_sandwich", "looping_update", "sigmoid_router",
+    "expert_combine",
 )  # fmt: skip
-OPS = [importlib.import_module(f"{__package__}.{name}") for name in NAMES]
-WIDTHS = (768, 1024, 2048, 4096, 8192, 16384)
+OPS = {name: importlib.import_module(f"{__package__}.{name}") for name in NAMES}
+# One for each key of the tables in rows, and widths between two keys, which spill first.
+WIDTHS = (768, 2048, 4096, 6144, 12288, 16384)
+# The router reads its rows in tiles: their width changes little.
+FEW = {"sigmoid_router": (768, 4096)}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ROWS = 4096
 # Bitwise ones give the same result in any order; sm_100 allots tensor memory with them.
 ATOMICS = ("ATOM", "ATOMG", "ATOMS", "RED", "REDG", "REDAS")
+# Bytes of shared memory a program may have.
+SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 VECTOR_SHARE = 0.9
 # Slots, weights and indices are numbers per token, not rows: they are no 128-bit accesses.
 VECTOR_SHARES = {"sigmoid_router": 0.35, "expert_combine": 0.75}
@@ -51,26 +61,29 @@ class Report(NamedTuple):
     loads: int
     stores: int
     instructions: int
+    shared: int = 0  # bytes of shared memory
 
-    def failures(self, d: int, share: float = VECTOR_SHARE) -> list[str]:
+    def failures(self, d: int, arch: int, share: float = VECTOR_SHARE) -> list[str]:
         """What the gate refuses, in words."""
         found = []
         if self.spills or self.stack:
             found.append(f"{self.spills} spills, {self.stack} bytes of stack")
         if self.atomics:
             found.append(f"{self.atomics} atomics")
+        if self.shared > SHARED.get(arch, min(SHARED.values())):
+            found.append(f"{self.shared} bytes of shared memory")
         if d % 8 == 0 and self.vector_share < share:
             found.append(f"only {self.vector_share:.0%} of global bytes in 128-bit accesses")
         return found
 
 
-def least_share(op: Any) -> float:
+def least_share(op: str) -> float:
     """The share of 128-bit accesses that the gate asks of the launches of one op."""
-    return VECTOR_SHARES.get(op.__name__.rpartition(".")[2], VECTOR_SHARE)
+    return VECTOR_SHARES.get(op, VECTOR_SHARE)
 
 
-def compile_launch(launch: rows.Launch, arch: int) -> bytes:
-    """The cubin of a launch for compute capability arch (90 is an H100 or H200)."""
+def compile_launch(launch: rows.Launch, arch: int) -> Any:
+    """A launch compiled for compute capability arch (90 is an H100 or H200)."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -93,13 +106,17 @@ def compile_launch(launch: rows.Launch, arch: int) -> bytes:
         else:
             signature[name] = "fp32" if isinstance(value, float) else "i32"
     source = ASTSource(launch.kernel, signature, constants, attributes)
-    options = {"num_warps": launch.config.warps}
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    return compiled.asm["cubin"]
+    target = GPUTarget("cuda", arch, 32)
+    return triton.compile(source, target=target, options=launch.options)
 
 
-def read_cubin(cubin: bytes) -> Report:
-    """Count what matters in the machine code."""
+def read(kernel: Any) -> Report:
+    """Count what matters in the machine code of a compiled kernel."""
+    return _read_cubin(kernel.asm["cubin"])._replace(shared=kernel.metadata.shared)
+
+
+@functools.cache
+def _read_cubin(cubin: bytes) -> Report:
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -137,11 +154,43 @@ def _bytes(opcode: tuple[str, ...]) -> int:
     return next((sizes[part] for part in opcode if part in sizes), 4)
 
 
+class Task(NamedTuple):
+    """The launches of one op on rows of one width and dtype."""
+
+    op: str
+    d: int
+    dtype: str
+    arch: int
+    title: str  # only launches whose name holds this text
+
+    def launches(self) -> dict[str, rows.Launch]:
+        x = torch.empty(ROWS, self.d, dtype=DTYPES[self.dtype], device="meta")
+        found = OPS[self.op].aot_launches(x, torch.empty(self.d, device="meta"))
+        return {title: launch for title, launch in found.items() if self.title in title}
+
+
+def inspect(task: Task) -> list[tuple[str, int, Report]]:
+    """Name, warps and machine code of every launch."""
+    return [
+        (title, launch.config.warps, read(compile_launch(launch, task.arch)))
+        for title, launch in task.launches().items()
+    ]
+
+
+def tasks(options: argparse.Namespace) -> list[Task]:
+    return [
+        Task(op, d, dtype, options.arch, options.op)
+        for op in OPS
+        for d in options.d or FEW.get(op, WIDTHS)
+        for dtype in options.dtype
+    ]
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="deeploop.kernels.aot", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--arch", type=int, default=90, help="compute capability (default 90)")
-    parser.add_argument("--d", type=int, nargs="+", default=WIDTHS, help="row widths")
+    parser.add_argument("--d", type=int, nargs="+", help=f"row widths (default {WIDTHS})")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bf16", "fp32"])
     parser.add_argument("--op", default="", help="only launches whose name holds this text")
     options = parser.parse_args(argv)
@@ -151,27 +200,23 @@ def main(argv: list[str] | None = None) -> int:
     print(f"triton {rows.triton.__version__}, sm_{options.arch}, float32 gains")
     print(
         f"{'launch':28}{'d':>6} {'dtype':6}{'warps':>6}{'regs':>6}{'spills':>7}{'stack':>6}"
-        f"{'atomics':>8}{'128-bit':>8}{'loads':>6}{'stores':>7}{'instr':>6}"
+        f"{'shared':>7}{'atomics':>8}{'128-bit':>8}{'loads':>6}{'stores':>7}{'instr':>6}"
     )
     failed = 0
-    for op in OPS:
-        for d in options.d:
-            for name in options.dtype:
-                x = torch.empty(ROWS, d, dtype=DTYPES[name], device="meta")
-                w = torch.empty(d, device="meta")
-                for title, launch in op.aot_launches(x, w).items():
-                    if options.op not in title:
-                        continue
-                    r = read_cubin(compile_launch(launch, options.arch))
-                    print(
-                        f"{title:28}{d:6} {name:6}{launch.config.warps:6}{r.registers:6}"
-                        f"{r.spills:7}{r.stack:6}{r.atomics:8}{r.vector_share:8.1%}"
-                        f"{r.loads:6}{r.stores:7}{r.instructions:6}",
-                        flush=True,
-                    )
-                    for failure in r.failures(d, least_share(op)):
-                        print(f"FAILED {title} d={d} {name}: {failure}", file=sys.stderr)
-                        failed = 1
+    todo = tasks(options)
+    workers = min(len(todo), os.cpu_count() or 1)
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        for task, reports in zip(todo, pool.map(inspect, todo), strict=True):
+            for title, warps, r in reports:
+                print(
+                    f"{title:28}{task.d:6} {task.dtype:6}{warps:6}{r.registers:6}{r.spills:7}"
+                    f"{r.stack:6}{r.shared:7}{r.atomics:8}{r.vector_share:8.1%}{r.loads:6}"
+                    f"{r.stores:7}{r.instructions:6}",
+                    flush=True,
+                )
+                for failure in r.failures(task.d, task.arch, least_share(task.op)):
+                    print(f"FAILED {title} d={task.d} {task.dtype}: {failure}", file=sys.stderr)
+                    failed = 1
     return failed
 
 

@@ -9,7 +9,18 @@ import torch
 from torch import Tensor
 
 from . import rows
-from .rows import Launch, jit, load, load_or_zero, rsqrt_mean, store, tile, tl
+from .rows import Config, Launch, jit, tl
+from .tiles import (
+    gain_tile,
+    load,
+    load_or_one,
+    load_or_zero,
+    rsqrt_mean,
+    store,
+    store_chunks,
+    store_sum,
+    tile,
+)
 
 
 @jit(do_not_specialize=["n_rows", "scale", "eps"])
@@ -38,39 +49,29 @@ def branch_sandwich_forward_kernel(
 
 
 @jit()
-def _read(f_ptr, w_branch_ptr, dh_new_ptr, base, o, o_gain, m):
+def _read(f_ptr, dh_new_ptr, base, o, m, b_w_branch):
     """f, f * w_branch and dh' of one tile."""
     b_f = load(f_ptr + base, o, m)
-    b_fw = b_f
-    if w_branch_ptr is not None:
-        b_fw = b_f * load(w_branch_ptr, o_gain, m)
-    return b_f, b_fw, load_or_zero(dh_new_ptr, base, o, m)
+    return b_f, b_f * b_w_branch, load_or_zero(dh_new_ptr, base, o, m)
 
 
 @jit()
-def _read_norm(h_ptr, dn_ptr, w_next_ptr, base, o, o_gain, m, b_fw, b_scale):
+def _read_norm(h_ptr, dn_ptr, base, o, m, b_fw, b_scale, b_w_next):
     """h' (made again from h and fw), dn and dn * w_next of one tile."""
     b_h = load(h_ptr + base, o, m) + b_fw * b_scale
     b_dn = load(dn_ptr + base, o, m)
-    b_dnw = b_dn
-    if w_next_ptr is not None:
-        b_dnw = b_dn * load(w_next_ptr, o_gain, m)
-    return b_h, b_dn, b_dnw
+    return b_h, b_dn, b_dn * b_w_next
 
 
 @jit()
-def _write(
-    w_branch_ptr, dh_ptr, df_ptr, base, o, o_gain, m, scale, b_f, b_total, b_r1, b_mean_1
-):  # fmt: skip
+def _write(dh_ptr, df_ptr, base, o, m, scale, b_w_branch, b_f, b_total, b_r1, b_mean_1):
     """Store dh and df of one tile; return what it adds to dw_branch."""
     b_y1 = b_f * b_r1
     b_dw = b_total * b_y1 * scale
     if dh_ptr is not None:
         store(dh_ptr + base, o, b_total, m)
-    if w_branch_ptr is not None:
-        b_total *= load(w_branch_ptr, o_gain, m)
     if df_ptr is not None:
-        store(df_ptr + base, o, (b_total - b_y1 * b_mean_1) * (b_r1 * scale), m)
+        store(df_ptr + base, o, (b_total * b_w_branch - b_y1 * b_mean_1) * (b_r1 * scale), m)
     return b_dw
 
 
@@ -78,36 +79,33 @@ def _write(
 def branch_sandwich_backward_kernel(
     dh_new_ptr, dn_ptr, h_ptr, f_ptr, w_branch_ptr, w_next_ptr, r1_ptr, r2_ptr, dh_ptr, df_ptr,
     dw_branch_ptr, dw_next_ptr, n_rows, scale,
-    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Whole rows in registers, read once."""
+    b_w_branch = gain_tile(w_branch_ptr, D, BLOCK, ROWS)
+    b_w_next = gain_tile(w_next_ptr, D, BLOCK, ROWS)
     b_dw_branch = tl.zeros((ROWS, BLOCK), tl.float32)
     b_dw_next = tl.zeros((ROWS, BLOCK), tl.float32)
-    for block in range(tl.program_id(0), tl.cdiv(n_rows, ROWS), tl.num_programs(0)):
+    n_blocks, step = tl.cdiv(n_rows, ROWS), tl.num_programs(0)
+    for block in tl.range(tl.program_id(0), n_blocks, step, num_stages=STAGES):
         first = tl.cast(block, tl.int64) * ROWS
-        o, o_gain, m, o_row, m_row = tile(n_rows - first, D, BLOCK, ROWS)
+        o, _, m, o_row, m_row = tile(n_rows - first, D, BLOCK, ROWS)
         base = first * D
         b_r1 = load(r1_ptr + first, o_row, m_row)[:, None]
-        b_f, b_fw, b_total = _read(f_ptr, w_branch_ptr, dh_new_ptr, base, o, o_gain, m)
+        b_f, b_fw, b_total = _read(f_ptr, dh_new_ptr, base, o, m, b_w_branch)
         if dn_ptr is not None:
             b_r2 = load(r2_ptr + first, o_row, m_row)[:, None]
-            b_h, b_dn, b_dnw = _read_norm(
-                h_ptr, dn_ptr, w_next_ptr, base, o, o_gain, m, b_fw, b_r1 * scale
-            )
+            b_h, b_dn, b_dnw = _read_norm(h_ptr, dn_ptr, base, o, m, b_fw, b_r1 * scale, b_w_next)
             b_y2 = b_h * b_r2
             b_mean_2 = tl.sum(b_dnw * b_y2, axis=1)[:, None] / D
             b_total += b_r2 * (b_dnw - b_y2 * b_mean_2)
             b_dw_next += b_dn * b_y2
         b_mean_1 = tl.sum(b_total * b_fw, axis=1)[:, None] * b_r1 / D
         b_dw_branch += _write(
-            w_branch_ptr, dh_ptr, df_ptr, base, o, o_gain, m, scale, b_f, b_total, b_r1, b_mean_1
+            dh_ptr, df_ptr, base, o, m, scale, b_w_branch, b_f, b_total, b_r1, b_mean_1
         )
-    o_col = tl.arange(0, BLOCK)
-    o = tl.program_id(0) * D + o_col
-    if dw_branch_ptr is not None:
-        tl.store(dw_branch_ptr + o, tl.sum(b_dw_branch, axis=0), mask=o_col < D)
-    if dw_next_ptr is not None:
-        tl.store(dw_next_ptr + o, tl.sum(b_dw_next, axis=0), mask=o_col < D)
+    store_sum(dw_branch_ptr, b_dw_branch, D, BLOCK)
+    store_sum(dw_next_ptr, b_dw_next, D, BLOCK)
 
 
 @jit(do_not_specialize=["n_rows", "n_chunks", "scale"])
@@ -115,6 +113,7 @@ def branch_sandwich_backward_wide_kernel(
     dh_new_ptr, dn_ptr, h_ptr, f_ptr, w_branch_ptr, w_next_ptr, r1_ptr, r2_ptr, dh_ptr, df_ptr,
     dw_branch_ptr, dw_next_ptr, n_rows, n_chunks, scale,
     D: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """A row in chunks, read twice: for its sums, then (from L1 or L2) for its gradients.
 
@@ -135,14 +134,16 @@ def branch_sandwich_backward_wide_kernel(
         b_sum = b_zero
         b_sum_h = b_zero
         b_sum_n = b_zero
-        # As in post_sandwich: two chunks in flight, a bound known at run time only.
-        for pair in range(0, n_chunks, 2):
+        # As in post_kernels: two chunks in flight, a bound known at run time only.
+        for pair in tl.range(0, n_chunks, 2, num_stages=STAGES):
             for half in tl.static_range(2):
                 o = (pair + half) * BLOCK + o_tile
-                b_f, b_fw, b_total = _read(f_ptr, w_branch_ptr, dh_new_ptr, base, o, o, o < D)
+                b_w_branch = load_or_one(w_branch_ptr, o, o < D)
+                b_f, b_fw, b_total = _read(f_ptr, dh_new_ptr, base, o, o < D, b_w_branch)
                 if dn_ptr is not None:
+                    b_w_next = load_or_one(w_next_ptr, o, o < D)
                     b_h, b_dn, b_dnw = _read_norm(
-                        h_ptr, dn_ptr, w_next_ptr, base, o, o, o < D, b_fw, b_r1 * scale
+                        h_ptr, dn_ptr, base, o, o < D, b_fw, b_r1 * scale, b_w_next
                     )
                     b_total += b_dnw * b_r2
                     b_sum_h += b_h * b_fw
@@ -155,30 +156,26 @@ def branch_sandwich_backward_wide_kernel(
         next_next = b_dw_next[:0]
         for chunk in tl.static_range(CHUNKS):
             o = (own + chunk) * BLOCK + o_tile
-            b_f, b_fw, b_total = _read(f_ptr, w_branch_ptr, dh_new_ptr, base, o, o, o < D)
+            b_w_branch = load_or_one(w_branch_ptr, o, o < D)
+            b_f, b_fw, b_total = _read(f_ptr, dh_new_ptr, base, o, o < D, b_w_branch)
             b_dw = b_zero
             if dn_ptr is not None:
+                b_w_next = load_or_one(w_next_ptr, o, o < D)
                 b_h, b_dn, b_dnw = _read_norm(
-                    h_ptr, dn_ptr, w_next_ptr, base, o, o, o < D, b_fw, b_r1 * scale
+                    h_ptr, dn_ptr, base, o, o < D, b_fw, b_r1 * scale, b_w_next
                 )
                 b_y2 = b_h * b_r2
                 b_total += b_r2 * (b_dnw - b_y2 * b_mean_2)
                 b_dw = b_dn * b_y2
             next_next += (b_dw_next[chunk] + b_dw,)
             b_dw = _write(
-                w_branch_ptr, dh_ptr, df_ptr, base, o, o, o < D, scale,
-                b_f, b_total, b_r1, b_mean_1,
-            )  # fmt: skip
+                dh_ptr, df_ptr, base, o, o < D, scale, b_w_branch, b_f, b_total, b_r1, b_mean_1
+            )
             next_branch += (b_dw_branch[chunk] + b_dw,)
         b_dw_branch = next_branch
         b_dw_next = next_next
-    for chunk in tl.static_range(CHUNKS):
-        o_col = (own + chunk) * BLOCK + o_tile
-        o = group * D + o_col
-        if dw_branch_ptr is not None:
-            tl.store(dw_branch_ptr + o, b_dw_branch[chunk], mask=o_col < D)
-        if dw_next_ptr is not None:
-            tl.store(dw_next_ptr + o, b_dw_next[chunk], mask=o_col < D)
+    store_chunks(dw_branch_ptr, b_dw_branch, group, own, D, BLOCK, CHUNKS)
+    store_chunks(dw_next_ptr, b_dw_next, group, own, D, BLOCK, CHUNKS)
 
 
 # ---------------------------------------------------------------------------
@@ -193,20 +190,19 @@ def forward_launch(
     scale: float,
     eps: float,
     norm: bool,
+    config: Config | None = None,
 ) -> tuple[tuple[Tensor | None, ...], Launch]:
     """Outputs still to be filled, and the launch that fills them; h and f are [rows, d]."""
     n_rows, d = h.shape
-    config = rows.forward_config(d)
     h_new, n = torch.empty_like(h), torch.empty_like(f) if norm else None
     r1 = h.new_empty(n_rows, dtype=torch.float32)
     r2 = torch.empty_like(r1) if norm else None
     args = {
         "h_ptr": h, "f_ptr": f, "w_branch_ptr": w_branch, "w_next_ptr": w_next,
-        "h_new_ptr": h_new, "n_ptr": n, "r1_ptr": r1, "r2_ptr": r2, "n_rows": n_rows,
-        "scale": scale, "eps": eps, "D": d, "BLOCK": config.block, "ROWS": config.rows,
+        "h_new_ptr": h_new, "n_ptr": n, "r1_ptr": r1, "r2_ptr": r2, "scale": scale, "eps": eps,
     }  # fmt: skip
-    grid = -(-n_rows // config.rows)
-    return (h_new, n, r1, r2), Launch(branch_sandwich_forward_kernel, grid, args, config)
+    config = config or rows.forward_config(d)
+    return (h_new, n, r1, r2), rows.forward_launch(branch_sandwich_forward_kernel, args, h, config)
 
 
 def backward_launch(
@@ -221,10 +217,11 @@ def backward_launch(
     scale: float,
     h_dtype: torch.dtype,
     needs: list[bool],
+    config: Config | None = None,
 ) -> tuple[list[Tensor | None], Launch]:
     """dh, df and the partial dw_branch, dw_next still to be filled, and their launch."""
     n_rows, d = f.shape
-    config = rows.backward_config(d, f.element_size(), gains=2)
+    config = config or rows.backward_config(d, f.element_size(), gains=2)
     groups = rows.programs(f, config)
     dh = torch.empty_like(f, dtype=h_dtype) if needs[0] else None
     df = torch.empty_like(f) if needs[1] else None
@@ -233,21 +230,16 @@ def backward_launch(
         "dh_new_ptr": dh_new, "dn_ptr": dn, "h_ptr": h, "f_ptr": f, "w_branch_ptr": w_branch,
         "w_next_ptr": w_next, "r1_ptr": r1, "r2_ptr": r2, "dh_ptr": dh, "df_ptr": df,
         "dw_branch_ptr": partials[0], "dw_next_ptr": partials[1], "n_rows": n_rows,
-        "scale": scale, "D": d, "BLOCK": config.block,
+        "scale": scale, "D": d,
     }  # fmt: skip
-    if config.chunks == 1:
-        kernel, args["ROWS"] = branch_sandwich_backward_kernel, config.rows
-    else:
-        kernel = branch_sandwich_backward_wide_kernel
-        args |= {"n_chunks": config.chunks, "CHUNKS": config.chunks // config.splits}
-        args["SPLITS"] = config.splits
-    return [dh, df, *partials], Launch(kernel, groups * config.splits, args, config)
+    kernels = (branch_sandwich_backward_kernel, branch_sandwich_backward_wide_kernel)
+    return [dh, df, *partials], rows.backward_launch(*kernels, args, groups, config)
 
 
-def aot_launches(x: Tensor, w: Tensor | None) -> dict[str, Launch]:
+def aot_launches(x: Tensor, w: Tensor | None, config: Config | None = None) -> dict[str, Launch]:
     """Every launch on rows like x and gains like w (meta tensors), by name."""
-    (_, _, r1, r2), forward = forward_launch(x, x, w, w, 1.0, 1e-6, True)
+    (_, _, r1, r2), forward = forward_launch(x, x, w, w, 1.0, 1e-6, True, config)
     assert r1 is not None
     needs = [True, True, w is not None, w is not None]
-    _, backward = backward_launch(x, x, x, x, w, w, r1, r2, 1.0, x.dtype, needs)
+    _, backward = backward_launch(x, x, x, x, w, w, r1, r2, 1.0, x.dtype, needs, config)
     return {"branch_sandwich forward": forward, "branch_sandwich backward": backward}

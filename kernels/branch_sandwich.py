@@ -19,7 +19,7 @@ sum((dh' + r2 * dn * w_next) * fw) - r2^2 * m2 * sum(h' * fw).
 
 Shapes: h, f [..., d]; gains [d]; h' and n like h. Dtypes: h' as h, n as f, each
 gradient as its tensor; arithmetic float32 (float64 if any input is), and n from
-the unrounded h'. scale is data: no new value recompiles anything.
+the unrounded h'. scale and eps are data: no new value recompiles anything.
 
 Bytes, in passes over [rows, d] (beside O(rows) statistics and O(d) gains):
 forward 4 (reads h, f; writes h', n), backward 6 (reads dh', dn, h, f; writes dh,
@@ -63,8 +63,7 @@ def branch_sandwich(
     rows.check_rows("branch_sandwich", h=h, f=f)
     rows.check_gains("branch_sandwich", h, w_branch=w_branch, w_next=w_next)
     rows.check_norm("branch_sandwich", norm, w_next)
-    rows.check_untraced("branch_sandwich", eps, scale=scale)
-    h_new, n, _, _ = _forward(h, f, w_branch, w_next, rows.numbers(scale), eps, norm)
+    h_new, n, _, _ = _forward(h, f, w_branch, w_next, rows.numbers(scale, eps), norm)
     return h_new, n if norm else None
 
 
@@ -151,27 +150,23 @@ def _forward(
     f: Tensor,
     w_branch: Tensor | None,
     w_next: Tensor | None,
-    scale: Tensor,
-    eps: float,
+    numbers: Tensor,
     norm: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """-> h', n, r1, r2 (the last two [rows], for the backward); n and r2 empty without the norm."""
+    scale, eps = numbers.tolist()
+    rows.check_numbers("branch_sandwich", eps, scale=scale)
     shape, h, f = h.shape, rows.as_rows(h), rows.as_rows(f)
     w_branch, w_next = rows.packed(w_branch), rows.packed(w_next)
-    args = (h, f, w_branch, w_next, scale.item(), eps, norm)
-    if rows.uses_triton(h, f, w_branch, w_next):
-        (h_new, n, r1, r2), launch = forward_launch(*args)
-        launch.run(h)
-    else:
-        with rows.no_autocast(h):
-            h_new, n, r1, r2 = _forward_torch(*args)
-    assert h_new is not None and r1 is not None
+    fused = rows.uses_triton(h, f, w_branch, w_next)
+    args = (h, f, w_branch, w_next, scale, eps, norm)
+    h_new, n, r1, r2 = rows.results(h, fused, forward_launch, _forward_torch, *args)
     n = f.new_empty(0) if n is None else n.view(shape)
     return h_new.view(shape), n, r1, r1.new_empty(0) if r2 is None else r2
 
 
 @_forward.register_fake
-def _(h, f, w_branch, w_next, scale, eps, norm):
+def _(h, f, w_branch, w_next, numbers, norm):
     r1 = h.new_empty((rows.count(h),), dtype=rows.compute_dtype(h, f, w_branch, w_next))
     n = f.new_empty(f.shape if norm else (0,))
     return h.new_empty(h.shape), n, r1, torch.empty_like(r1) if norm else r1.new_empty(0)
@@ -187,7 +182,7 @@ def _backward(
     w_next: Tensor | None,
     r1: Tensor,
     r2: Tensor | None,
-    scale: Tensor,
+    numbers: Tensor,
     h_dtype: torch.dtype,
     needs: list[bool],
 ) -> list[Tensor]:
@@ -198,33 +193,26 @@ def _backward(
     h, dh_new, dn = rows.maybe_rows(h), rows.maybe_rows(dh_new), rows.maybe_rows(dn)
     w_branch, w_next = rows.packed(w_branch), rows.packed(w_next)
     wanted = [*needs[:3], needs[3] and dn is not None]
-    args = (dh_new, dn, h, f, w_branch, w_next, r1, r2, scale.item(), h_dtype, wanted)
-    if rows.uses_triton(f, r1):
-        (dh, df, dw_branch, dw_next), launch = backward_launch(*args)
-        launch.run(f)
-        dw_branch = rows.gain_gradient(dw_branch, w_branch)
-        dw_next = rows.gain_gradient(dw_next, w_next)
-    else:
-        with rows.no_autocast(f):
-            dh, df, dw_branch, dw_next = _backward_torch(*args)
-    if needs[3] and dw_next is None and w_next is not None:
-        dw_next = torch.zeros_like(w_next)
-    return rows.found(shape, dh, df) + rows.found(None, dw_branch, dw_next)
+    args = (dh_new, dn, h, f, w_branch, w_next, r1, r2, numbers[0].item(), h_dtype, wanted)
+    fused = rows.uses_triton(f, r1)
+    dh, df, *gains = rows.results(f, fused, backward_launch, _backward_torch, *args)
+    gains = map(rows.gain_gradient, gains, (w_branch, w_next), needs[2:])
+    return rows.found(shape, dh, df) + rows.found(None, *gains)
 
 
 @_backward.register_fake
-def _(dh_new, dn, h, f, w_branch, w_next, r1, r2, scale, h_dtype, needs):
+def _(dh_new, dn, h, f, w_branch, w_next, r1, r2, numbers, h_dtype, needs):
     dh = f.new_empty(f.shape, dtype=h_dtype)
     like = (dh, f, w_branch, w_next)
     return [x.new_empty(x.shape) for x, need in zip(like, needs, strict=True) if need]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    h, f, w_branch, w_next, scale, _, norm = inputs
+    h, f, w_branch, w_next, numbers, norm = inputs
     _, n, r1, r2 = output
     ctx.h_dtype = h.dtype
     kept = (h, r2) if norm else (None, None)
-    ctx.save_for_backward(kept[0], f, w_branch, w_next, r1, kept[1], scale)
+    ctx.save_for_backward(kept[0], f, w_branch, w_next, r1, kept[1], numbers)
     ctx.mark_non_differentiable(r1, r2, *(() if norm else (n,)))
     ctx.set_materialize_grads(False)
 
@@ -232,9 +220,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _gradients(ctx: Any, dh_new: Tensor | None, dn: Tensor | None, *_: None) -> tuple[Any, ...]:
     needs = list(ctx.needs_input_grad[:4])
     if dh_new is None and dn is None:
-        return (None,) * 7
+        return (None,) * 6
     found = iter(_backward(dh_new, dn, *ctx.saved_tensors, ctx.h_dtype, needs))
-    return (*(next(found) if need else None for need in needs), None, None, None)
+    return (*(next(found) if need else None for need in needs), None, None)
 
 
 _forward.register_autograd(_gradients, setup_context=_save)

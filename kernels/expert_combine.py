@@ -19,8 +19,8 @@ Backward, from dh' and dn (either may be missing), with y1 = y * r1, y2 = h' * r
 A slot of -1 is a dropped one: it contributes nothing, whatever its weight, and no
 row is read for it. No row of routed may be named by two slots. Rows that no slot
 names are never read, so they may hold anything, NaN too; their gradient is zero.
-On CUDA nobody checks that slots stay below the rows of routed: that would wait
-for the device.
+On CUDA nobody checks that slots lie in -1 to the rows of routed: that would wait
+for the device. On a CPU a slot out of range is refused.
 
 Shapes: h, shared [..., d] with T tokens, routed [S, d], slots and weights [T, k],
 gains [d]; h' and n like h. Dtypes: slots int32 or int64, weights float32; h' as
@@ -83,7 +83,6 @@ def expert_combine(
     _check(h, routed, slots, weights, shared)
     rows.check_gains("expert_combine", h, w_branch=w_branch, w_next=w_next)
     rows.check_norm("expert_combine", norm, w_next)
-    rows.check_untraced("expert_combine", eps, scale=scale)
     numbers = rows.numbers(scale, eps)
     h_new, n, _, _ = _forward(h, routed, slots, weights, shared, w_branch, w_next, numbers, norm)
     return h_new, n if norm else None
@@ -129,11 +128,12 @@ def _check(
 
 def _bags(slots: Tensor, n_routed: int) -> tuple[Tensor, Tensor, Tensor]:
     """Which slots were kept, their row numbers in order, and where each token's begin."""
-    if slots.numel() and int(slots.max()) >= n_routed:
-        raise InputError(
-            f"expert_combine: slots reaches {int(slots.max())}; "
-            f"allowed: -1 (dropped) to {n_routed - 1}, the rows of routed"
-        )
+    for end in map(int, slots.aminmax()) if slots.numel() else ():
+        if not -1 <= end < n_routed:
+            raise InputError(
+                f"expert_combine: slots reaches {end}; "
+                f"allowed: -1 (dropped) to {n_routed - 1}, the rows of routed"
+            )
     kept = slots >= 0
     count = kept.sum(1)
     return kept, slots[kept].long(), count.cumsum(0) - count
@@ -245,16 +245,9 @@ def _forward(
     shape, h, shared = h.shape, rows.as_rows(h), rows.maybe_rows(shared)
     routed, slots, weights = (x.contiguous() for x in (routed, slots, weights))
     w_branch, w_next = rows.packed(w_branch), rows.packed(w_next)
+    fused = rows.uses_triton(h, routed, weights, shared, w_branch, w_next)
     args = (h, routed, slots, weights, shared, w_branch, w_next, scale, eps, norm)
-    out: tuple[Tensor | None, ...]
-    if rows.uses_triton(h, routed, weights, shared, w_branch, w_next):
-        out, launch = forward_launch(*args)
-        launch.run(h)
-    else:
-        with rows.no_autocast(h):
-            out = _forward_torch(*args)
-    h_new, n, r1, r2 = out
-    assert h_new is not None and r1 is not None
+    h_new, n, r1, r2 = rows.results(h, fused, forward_launch, _forward_torch, *args)
     n = h.new_empty(0) if n is None else n.view(shape)
     return h_new.view(shape), n, r1, h.new_empty(0) if r2 is None else r2
 
@@ -296,21 +289,14 @@ def _backward(
         dh_new, dn, routed, slots, weights, shared, w_branch, w_next, h, r1, r2, scale, h_dtype,
         needs,
     )  # fmt: skip
-    if rows.uses_triton(routed, r1):
-        (dh, drouted, dweights, dshared, dw_branch, dw_next), launches = backward_launches(*args)
-        for launch in launches:
-            launch.run(routed)
-        if dweights is not None:
-            dweights = dweights[0] if dweights.shape[0] == 1 else dweights.sum(0)
-        dw_branch = rows.gain_gradient(dw_branch, w_branch)
-        dw_next = rows.gain_gradient(dw_next, w_next)
-    else:
-        with rows.no_autocast(routed):
-            dh, drouted, dweights, dshared, dw_branch, dw_next = _backward_torch(*args)
-    if needs[5] and dw_next is None and w_next is not None:
-        dw_next = torch.zeros_like(w_next)
+    fused = rows.uses_triton(routed, r1)
+    found = rows.results(routed, fused, backward_launches, _backward_torch, *args)
+    dh, drouted, dweights, dshared, *gains = found
+    if dweights is not None and dweights.dim() == 3:  # a share of each program of a row
+        dweights = dweights[0] if dweights.shape[0] == 1 else dweights.sum(0)
+    gains = map(rows.gain_gradient, gains, (w_branch, w_next), needs[4:])
     dh, dshared = (None if g is None else g.view(shape) for g in (dh, dshared))
-    return rows.found(None, dh, drouted, dweights, dshared, dw_branch, dw_next)
+    return rows.found(None, dh, drouted, dweights, dshared, *gains)
 
 
 @_backward.register_fake

@@ -44,6 +44,8 @@ def inject(
     return h_new, n
 
 
-def aot_launches(x: Tensor, w: Tensor | None) -> dict[str, rows.Launch]:
+def aot_launches(
+    x: Tensor, w: Tensor | None, config: rows.Config | None = None
+) -> dict[str, rows.Launch]:
     """Every launch on rows like x and gains like w (meta tensors), by name."""
-    return linear_kernels.aot_launches("inject", x, w)
+    return linear_kernels.aot_launches("inject", x, w, config=config)

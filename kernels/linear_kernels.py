@@ -11,7 +11,18 @@ import torch
 from torch import Tensor
 
 from . import rows
-from .rows import Launch, jit, load, load_or_zero, rsqrt_mean, store, tile, tl
+from .rows import Config, Launch, jit, tl
+from .tiles import (
+    gain_tile,
+    load,
+    load_or_one,
+    load_or_zero,
+    rsqrt_mean,
+    store,
+    store_chunks,
+    store_sum,
+    tile,
+)
 
 
 class Coefficients(NamedTuple):
@@ -72,14 +83,11 @@ def linear_update_forward_kernel(
 
 
 @jit()
-def _read_norm(dn_ptr, h_new_ptr, w_next_ptr, base, o, o_gain, m):
+def _read_norm(dn_ptr, h_new_ptr, base, o, m, b_w):
     """h', dn and dn * w_next of one tile."""
     b_h = load(h_new_ptr + base, o, m)
     b_dn = load(dn_ptr + base, o, m)
-    b_dnw = b_dn
-    if w_next_ptr is not None:
-        b_dnw = b_dn * load(w_next_ptr, o_gain, m)
-    return b_h, b_dn, b_dnw
+    return b_h, b_dn, b_dn * b_w
 
 
 @jit()
@@ -118,19 +126,22 @@ def linear_update_backward_kernel(
     dh_new_ptr, dlocal_new_ptr, dglob_new_ptr, dn_ptr, h_new_ptr, w_next_ptr, r_ptr, dh_ptr,
     df_ptr, dlocal_ptr, dglob_ptr, dw_next_ptr, n_rows, a, b, c, g, e, q, u, v,
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, GLOBAL: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Whole rows in registers, read once."""
+    b_w = gain_tile(w_next_ptr, D, BLOCK, ROWS)
     b_dw_next = tl.zeros((ROWS, BLOCK), tl.float32)
-    for block in range(tl.program_id(0), tl.cdiv(n_rows, ROWS), tl.num_programs(0)):
+    n_blocks, step = tl.cdiv(n_rows, ROWS), tl.num_programs(0)
+    for block in tl.range(tl.program_id(0), n_blocks, step, num_stages=STAGES):
         first = tl.cast(block, tl.int64) * ROWS
-        o, o_gain, m, o_row, m_row = tile(n_rows - first, D, BLOCK, ROWS)
+        o, _, m, o_row, m_row = tile(n_rows - first, D, BLOCK, ROWS)
         base = first * D
         b_total, b_dlocal, b_dglob = _read_rest(
             dh_new_ptr, dlocal_new_ptr, dglob_new_ptr, base, o, m
         )
         if dn_ptr is not None:
             b_r = load(r_ptr + first, o_row, m_row)[:, None]
-            b_h, b_dn, b_dnw = _read_norm(dn_ptr, h_new_ptr, w_next_ptr, base, o, o_gain, m)
+            b_h, b_dn, b_dnw = _read_norm(dn_ptr, h_new_ptr, base, o, m, b_w)
             b_mean = tl.sum(b_dnw * b_h, axis=1)[:, None] * b_r / D
             b_y = b_h * b_r
             b_total += b_r * (b_dnw - b_y * b_mean)
@@ -139,43 +150,48 @@ def linear_update_backward_kernel(
             dh_ptr, df_ptr, dlocal_ptr, dglob_ptr, base, o, m, a, b, c, g, e, q, u, v,
             b_total, b_dlocal, b_dglob, GLOBAL,
         )  # fmt: skip
-    if dw_next_ptr is not None:
-        o_col = tl.arange(0, BLOCK)
-        o = tl.program_id(0) * D + o_col
-        tl.store(dw_next_ptr + o, tl.sum(b_dw_next, axis=0), mask=o_col < D)
+    store_sum(dw_next_ptr, b_dw_next, D, BLOCK)
 
 
 @jit(do_not_specialize=["n_rows", "n_chunks", "a", "b", "c", "g", "e", "q", "u", "v"])
 def linear_update_backward_wide_kernel(
     dh_new_ptr, dlocal_new_ptr, dglob_new_ptr, dn_ptr, h_new_ptr, w_next_ptr, r_ptr, dh_ptr,
     df_ptr, dlocal_ptr, dglob_ptr, dw_next_ptr, n_rows, n_chunks, a, b, c, g, e, q, u, v,
-    D: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, GLOBAL: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, SPLITS: tl.constexpr,
+    GLOBAL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A row in chunks; h' and dn are read twice, the second time from L1 or L2."""
+    """A row in chunks; h' and dn are read twice, the second time from L1 or L2.
+
+    SPLITS programs share a row: each sums all of it and writes its own CHUNKS.
+    """
+    group = tl.program_id(0) // SPLITS
+    own = tl.program_id(0) % SPLITS * CHUNKS
     o_tile = tl.arange(0, BLOCK)
     b_zero = tl.zeros((BLOCK,), tl.float32)
     b_dw_next = (b_zero,) * CHUNKS
-    for row in range(tl.program_id(0), n_rows, tl.num_programs(0)):
+    for row in range(group, n_rows, tl.num_programs(0) // SPLITS):
         base = tl.cast(row, tl.int64) * D
         if dn_ptr is not None:
             b_r = tl.load(r_ptr + row)
             b_sum = b_zero
-            # As in post_sandwich: two chunks in flight, a bound known at run time only.
-            for pair in range(0, n_chunks, 2):
+            # As in post_kernels: two chunks in flight, a bound known at run time only.
+            for pair in tl.range(0, n_chunks, 2, num_stages=STAGES):
                 for half in tl.static_range(2):
                     o = (pair + half) * BLOCK + o_tile
-                    b_h, b_dn, b_dnw = _read_norm(dn_ptr, h_new_ptr, w_next_ptr, base, o, o, o < D)
+                    b_w = load_or_one(w_next_ptr, o, o < D)
+                    b_h, b_dn, b_dnw = _read_norm(dn_ptr, h_new_ptr, base, o, o < D, b_w)
                     b_sum += b_dnw * b_h
             b_mean = tl.sum(b_sum) * b_r / D
         b_next = b_dw_next[:0]
         for chunk in tl.static_range(CHUNKS):
-            o = chunk * BLOCK + o_tile
+            o = (own + chunk) * BLOCK + o_tile
             b_total, b_dlocal, b_dglob = _read_rest(
                 dh_new_ptr, dlocal_new_ptr, dglob_new_ptr, base, o, o < D
             )
             b_dw = b_zero
             if dn_ptr is not None:
-                b_h, b_dn, b_dnw = _read_norm(dn_ptr, h_new_ptr, w_next_ptr, base, o, o, o < D)
+                b_w = load_or_one(w_next_ptr, o, o < D)
+                b_h, b_dn, b_dnw = _read_norm(dn_ptr, h_new_ptr, base, o, o < D, b_w)
                 b_y = b_h * b_r
                 b_total += b_r * (b_dnw - b_y * b_mean)
                 b_dw = b_dn * b_y
@@ -185,11 +201,7 @@ def linear_update_backward_wide_kernel(
                 b_total, b_dlocal, b_dglob, GLOBAL,
             )  # fmt: skip
         b_dw_next = b_next
-    if dw_next_ptr is not None:
-        for chunk in tl.static_range(CHUNKS):
-            o_col = chunk * BLOCK + o_tile
-            o = tl.program_id(0) * D + o_col
-            tl.store(dw_next_ptr + o, b_dw_next[chunk], mask=o_col < D)
+    store_chunks(dw_next_ptr, b_dw_next, group, own, D, BLOCK, CHUNKS)
 
 
 # ---------------------------------------------------------------------------
@@ -221,20 +233,20 @@ def forward_launch(
     local_dtype: torch.dtype | None,
     glob_dtype: torch.dtype | None,
     norm: bool,
+    config: Config | None = None,
 ) -> tuple[Outputs, Launch]:
     """Outputs still to be filled, and the launch that fills them; inputs are [rows, d]."""
     n_rows, d = h.shape
-    config = rows.forward_config(d)
+    config = config or rows.forward_config(d)
     r = h.new_empty(n_rows, dtype=torch.float32) if norm else None
     n = torch.empty_like(f) if norm else None
     out = Outputs(torch.empty_like(h), _like(h, local_dtype), _like(h, glob_dtype), n, r)
     args = {
         "h_ptr": h, "f_ptr": f, "local_ptr": local, "glob_ptr": glob, "w_next_ptr": w_next,
         "h_new_ptr": out.h, "local_new_ptr": out.local, "glob_new_ptr": out.glob,
-        "n_ptr": out.n, "r_ptr": out.r, "n_rows": n_rows, **k._asdict(), "eps": eps,
-        "D": d, "BLOCK": config.block, "ROWS": config.rows, "EARLY": config.block > 8192,
+        "n_ptr": out.n, "r_ptr": out.r, **k._asdict(), "eps": eps, "EARLY": config.block > 8192,
     }  # fmt: skip
-    return out, Launch(linear_update_forward_kernel, -(-n_rows // config.rows), args, config)
+    return out, rows.forward_launch(linear_update_forward_kernel, args, h, config)
 
 
 def backward_launch(
@@ -246,6 +258,7 @@ def backward_launch(
     has_glob: bool,
     dtypes: tuple[torch.dtype | None, ...],
     need_next: bool,
+    config: Config | None = None,
 ) -> tuple[list[Tensor | None], Launch]:
     """dh, df, dL, dG (as dtypes say) and the partial dw_next still to be filled, and their launch.
 
@@ -254,7 +267,10 @@ def backward_launch(
     dh_new, dlocal_new, dglob_new, dn = gradients
     given = [x for x in gradients if x is not None]
     n_rows, d = given[0].shape
-    config = rows.backward_config(d, min(x.element_size() for x in given), gains=1)
+    itemsize = min(x.element_size() for x in given)
+    # Memories take the registers of a second gain.
+    memories = has_glob or dlocal_new is not None
+    config = config or rows.backward_config(d, itemsize, gains=1 + memories)
     groups = rows.programs(given[0], config)
     dh, df, dlocal, dglob = (_like(given[0], dtype) for dtype in dtypes)
     partial = given[0].new_empty(groups, d, dtype=torch.float32) if need_next else None
@@ -262,14 +278,11 @@ def backward_launch(
         "dh_new_ptr": dh_new, "dlocal_new_ptr": dlocal_new, "dglob_new_ptr": dglob_new,
         "dn_ptr": dn, "h_new_ptr": h_new, "w_next_ptr": w_next, "r_ptr": r, "dh_ptr": dh,
         "df_ptr": df, "dlocal_ptr": dlocal, "dglob_ptr": dglob, "dw_next_ptr": partial,
-        "n_rows": n_rows, **k._asdict(), "D": d, "BLOCK": config.block, "GLOBAL": has_glob,
+        "n_rows": n_rows, **k._asdict(), "D": d, "GLOBAL": has_glob,
     }  # fmt: skip
-    if config.chunks == 1:
-        kernel, args["ROWS"] = linear_update_backward_kernel, config.rows
-    else:
-        kernel = linear_update_backward_wide_kernel
-        args |= {"n_chunks": config.chunks, "CHUNKS": config.chunks}
-    return [dh, df, dlocal, dglob, partial], Launch(kernel, groups, args, config)
+    kernels = (linear_update_backward_kernel, linear_update_backward_wide_kernel)
+    found = [dh, df, dlocal, dglob, partial]
+    return found, rows.backward_launch(*kernels, args, groups, config)
 
 
 def aot_launches(
@@ -279,13 +292,18 @@ def aot_launches(
     local: Tensor | None = None,
     glob: Tensor | None = None,
     two: bool = False,
+    config: Config | None = None,
 ) -> dict[str, Launch]:
     """The launches of an op on rows like x, memories and gains (meta tensors), by name."""
     k = Coefficients(b=0.5, g=0.5, e=0.5, q=0.5, v=0.5)
     local_dtype = None if local is None else local.dtype
     glob_dtype = glob.dtype if two and glob is not None else None
-    out, forward = forward_launch(x, x, local, glob, w, k, 1e-6, local_dtype, glob_dtype, norm=True)
+    out, forward = forward_launch(
+        x, x, local, glob, w, k, 1e-6, local_dtype, glob_dtype, True, config
+    )
     given = (x, local, glob if two else None, x)
     dtypes = (x.dtype, x.dtype, local_dtype, None if glob is None else glob.dtype)
-    _, backward = backward_launch(given, x, w, out.r, k, glob is not None, dtypes, w is not None)
+    _, backward = backward_launch(
+        given, x, w, out.r, k, glob is not None, dtypes, w is not None, config
+    )
     return {f"{name} forward": forward, f"{name} backward": backward}

@@ -1,4 +1,4 @@
-"""What `looping_update` and `inject` run on: a linear residual update and its norm.
+"""What `looping_update`, `pre_norm` and `inject` run on: a linear residual update and its norm.
 
 Forward, per row of d values, with two memories L and G (either may be missing)
 and one gain per column w_next (None for all ones):
@@ -22,18 +22,19 @@ a norm nothing at all. L' and G' enter h' unrounded.
 
 Shapes: h, f, L, G [..., d]; w_next [d]. Dtypes: h' as h, n as f, L' and G' as
 asked, each gradient as its tensor; arithmetic float32 (float64 if any input is).
-The eight coefficients are data: no new value recompiles anything.
+The eight coefficients and eps are data: no new value recompiles anything.
 
 A launch reads each input it is given once and writes each output it is asked for
 once, beside O(rows) statistics and O(d) gains; the ops count their passes. The
 gain's gradient is added up as in post_sandwich: float32 partial sums, no atomics.
 Up to d = 2048 the backward holds the row in registers; wider rows are read in
-chunks, and h' and dn a second time, out of L1 or L2. Speed on a GPU: not yet
-measured.
+chunks, and h' and dn a second time, out of L1 or L2. Above 8192 two programs share
+a row with memories. Speed on a GPU: not yet measured.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -57,9 +58,9 @@ def linear_update(
     glob_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """h', L', G', n; L' and G' are written where a dtype is given for them."""
-    numbers = rows.numbers(*coefficients)
+    numbers = rows.numbers(*coefficients, eps)
     h_new, local_new, glob_new, n, _ = _forward(
-        h, f, local, glob, w_next, numbers, eps, local_dtype, glob_dtype, norm
+        h, f, local, glob, w_next, numbers, local_dtype, glob_dtype, norm
     )
     return h_new, local_new, glob_new, n if norm else None
 
@@ -69,13 +70,43 @@ def linear_update(
 
 
 def _combine(dtype: torch.dtype, *terms: tuple[float, Tensor | None]) -> Tensor | None:
-    """The sum of factor * tensor in a new tensor; None where every term is missing or 0."""
+    """The sum of factor * tensor; None where every term is missing or 0.
+
+    A new tensor, but for a single one with factor 1: that is handed back as it came.
+    """
     total: Tensor | None = None
+    owned = False
     for factor, x in terms:
         if x is None or factor == 0:
             continue
-        total = x.to(dtype).mul(factor) if total is None else total.add_(x, alpha=factor)
+        if total is None:
+            total, owned = (x.to(dtype), False) if factor == 1 else (x.to(dtype) * factor, True)
+        elif owned:
+            total.add_(x, alpha=factor)
+        else:
+            total, owned = torch.add(total, x, alpha=factor), True
     return total
+
+
+def _written(
+    found: Sequence[Tensor | None],
+    dtypes: Sequence[torch.dtype | None],
+    given: Sequence[Tensor | None],
+) -> list[Tensor | None]:
+    """What was found in the dtypes asked for (None: not asked for), zeros for what is missing.
+
+    Shares no memory with what was given, nor one result with another.
+    """
+    like = next(x for x in given if x is not None)
+    out: list[Tensor | None] = []
+    for x, dtype in zip(found, dtypes, strict=True):
+        if dtype is None:
+            out.append(None)
+        elif x is None:
+            out.append(torch.zeros_like(like, dtype=dtype))
+        else:
+            out.append(x.to(dtype, copy=any(x is other for other in (*given, *out))))
+    return out
 
 
 def _forward_torch(
@@ -91,11 +122,16 @@ def _forward_torch(
     norm: bool,
 ) -> tuple[Tensor | None, ...]:
     dtype = rows.compute_dtype(h, f, local, glob, w_next)
-    local_new = _combine(dtype, (k.c, f), (k.b, local))
-    if glob_dtype is None and k.e == k.q == 0:
+    local_new = glob_new = None
+    plain = glob_dtype is None and k.e == k.q == 0
+    if plain and local_dtype is None:  # nothing but h' is written
+        terms = ((k.a, h), (k.u * k.c, f), (k.u * k.b, local), (k.v * k.g, glob))
+        h_new = _combine(dtype, *terms)
+    elif plain:
+        local_new = _combine(dtype, (k.c, f), (k.b, local))
         h_new = _combine(dtype, (k.a, h), (k.u, local_new), (k.v * k.g, glob))
-        glob_new = None
     else:
+        local_new = _combine(dtype, (k.c, f), (k.b, local))
         glob_new = _combine(dtype, (k.e, f), (k.q, local_new), (k.g, glob))
         h_new = _combine(dtype, (k.a, h), (k.u, local_new), (k.v, glob_new))
     h_new = torch.zeros_like(h, dtype=dtype) if h_new is None else h_new
@@ -105,15 +141,8 @@ def _forward_torch(
         n = h_new * r
         n = (n if w_next is None else n.mul_(w_next)).to(f.dtype)
         r = r.view(-1)
-    written = (_as(local_new, h, local_dtype), _as(glob_new, h, glob_dtype))
-    return h_new.to(h.dtype), *written, n, r
-
-
-def _as(x: Tensor | None, like: Tensor, dtype: torch.dtype | None) -> Tensor | None:
-    """x in the dtype asked for (None: not asked for); a missing x is zero."""
-    if dtype is None:
-        return None
-    return torch.zeros_like(like, dtype=dtype) if x is None else x.to(dtype)
+    dtypes = (h.dtype, local_dtype, glob_dtype)
+    return *_written((h_new, local_new, glob_new), dtypes, (h, f, local, glob)), n, r
 
 
 def _backward_torch(
@@ -130,7 +159,6 @@ def _backward_torch(
     total, dlocal_new, dglob_new, dn = gradients
     wide = torch.float64 in dtypes
     dtype = torch.float64 if wide else rows.compute_dtype(*gradients, w_next, r)
-    like = next(x for x in gradients if x is not None)
     dw_next = None
     if dn is not None:
         assert h_new is not None and r is not None
@@ -150,7 +178,7 @@ def _backward_torch(
         _combine(dtype, (k.b, dlocal)),
         _combine(dtype, (k.g, dglob)),
     )
-    return [*(_as(x, like, t) for x, t in zip(found, dtypes, strict=True)), dw_next]
+    return [*_written(found, dtypes, gradients), dw_next]
 
 
 # ---------------------------------------------------------------------------
@@ -164,26 +192,19 @@ def _forward(
     local: Tensor | None,
     glob: Tensor | None,
     w_next: Tensor | None,
-    coefficients: Tensor,
-    eps: float,
+    numbers: Tensor,
     local_dtype: torch.dtype | None,
     glob_dtype: torch.dtype | None,
     norm: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """-> h', L', G', n, r (the last one [rows], for the backward); empty where not asked for."""
-    k = Coefficients(*coefficients.tolist())
+    *letters, eps = numbers.tolist()
     shape = h.shape
     inputs = (rows.as_rows(h), rows.as_rows(f), rows.maybe_rows(local), rows.maybe_rows(glob))
     w_next = rows.packed(w_next)
-    args = (*inputs, w_next, k, eps, local_dtype, glob_dtype, norm)
-    out: tuple[Tensor | None, ...]
-    if rows.uses_triton(*inputs, w_next):
-        out, launch = forward_launch(*args)
-        launch.run(h)
-    else:
-        with rows.no_autocast(h):
-            out = _forward_torch(*args)
-    *full, r = out
+    args = (*inputs, w_next, Coefficients(*letters), eps, local_dtype, glob_dtype, norm)
+    fused = rows.uses_triton(h, *inputs, w_next)
+    *full, r = rows.results(h, fused, forward_launch, _forward_torch, *args)
     h_new, local_new, glob_new, n = (_empty(h) if x is None else x.view(shape) for x in full)
     return h_new, local_new, glob_new, n, _empty(h) if r is None else r
 
@@ -193,7 +214,7 @@ def _empty(x: Tensor) -> Tensor:
 
 
 @_forward.register_fake
-def _(h, f, local, glob, w_next, coefficients, eps, local_dtype, glob_dtype, norm):
+def _(h, f, local, glob, w_next, numbers, local_dtype, glob_dtype, norm):
     local_new, glob_new = (
         _empty(h) if t is None else h.new_empty(h.shape, dtype=t) for t in (local_dtype, glob_dtype)
     )
@@ -212,7 +233,7 @@ def _backward(
     h_new: Tensor | None,
     w_next: Tensor | None,
     r: Tensor | None,
-    coefficients: Tensor,
+    numbers: Tensor,
     has_glob: bool,
     dh_dtype: torch.dtype | None,
     df_dtype: torch.dtype | None,
@@ -221,7 +242,7 @@ def _backward(
     need_next: bool,
 ) -> list[Tensor]:
     """The gradients a dtype is given for, in the order h, f, L, G, then that of w_next."""
-    k = Coefficients(*coefficients.tolist())
+    k = Coefficients(*numbers.tolist()[:-1])
     given = (dh_new, dlocal_new, dglob_new, dn)
     like = next(x for x in given if x is not None)
     gradients = tuple(rows.maybe_rows(x) for x in given)
@@ -230,21 +251,15 @@ def _backward(
     h_new, w_next = rows.maybe_rows(h_new), rows.packed(w_next)
     dtypes = (dh_dtype, df_dtype, dlocal_dtype, dglob_dtype)
     args = (gradients, h_new, w_next, r, k, has_glob, dtypes, need_next and dn is not None)
-    if rows.uses_triton(like, *gradients, w_next, r) and torch.float64 not in dtypes:
-        (*found, partial), launch = backward_launch(*args)
-        launch.run(like)
-        dw_next = rows.gain_gradient(partial, w_next)
-    else:
-        with rows.no_autocast(like):
-            *found, dw_next = _backward_torch(*args)
-    if need_next and dw_next is None and w_next is not None:
-        dw_next = torch.zeros_like(w_next)
+    fused = rows.uses_triton(like, *gradients, w_next, r) and torch.float64 not in dtypes
+    *found, dw_next = rows.results(like, fused, backward_launch, _backward_torch, *args)
+    dw_next = rows.gain_gradient(dw_next, w_next, need_next)
     return rows.found(like.shape, *found) + rows.found(None, dw_next)
 
 
 @_backward.register_fake
 def _(
-    dh_new, dlocal_new, dglob_new, dn, h_new, w_next, r, coefficients, has_glob,
+    dh_new, dlocal_new, dglob_new, dn, h_new, w_next, r, numbers, has_glob,
     dh_dtype, df_dtype, dlocal_dtype, dglob_dtype, need_next,
 ):  # fmt: skip
     like = next(x for x in (dh_new, dlocal_new, dglob_new, dn) if x is not None)
@@ -254,7 +269,7 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    h, f, local, glob, w_next, numbers, _, local_dtype, glob_dtype, norm = inputs
+    h, f, local, glob, w_next, numbers, local_dtype, glob_dtype, norm = inputs
     h_new, local_new, glob_new, n, r = output
     ctx.dtypes = [None if x is None else x.dtype for x in (h, f, local, glob)]
     ctx.has_glob = glob is not None or glob_dtype is not None
@@ -267,11 +282,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _gradients(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
     given = gradients[:4]
     if all(x is None for x in given):
-        return (None,) * 10
+        return (None,) * 9
     needs = ctx.needs_input_grad[:5]
     dtypes = [t if need else None for t, need in zip(ctx.dtypes, needs[:4], strict=True)]
     found = iter(_backward(*given, *ctx.saved_tensors, ctx.has_glob, *dtypes, needs[4]))
-    return (*(next(found) if need else None for need in needs), *(None,) * 5)
+    return (*(next(found) if need else None for need in needs), *(None,) * 4)
 
 
 _forward.register_autograd(_gradients, setup_context=_save)

@@ -44,6 +44,7 @@ Source: arXiv 2610.01153 (LOOM); the closed form is ours.
 
 from __future__ import annotations
 
+import functools
 from typing import Literal
 
 import torch
@@ -197,13 +198,14 @@ def _memory_dtype(
     return default or rows.compute_dtype(h, f)
 
 
-def aot_launches(x: Tensor, w: Tensor | None) -> dict[str, rows.Launch]:
+def aot_launches(
+    x: Tensor, w: Tensor | None, config: rows.Config | None = None
+) -> dict[str, rows.Launch]:
     """Every launch on rows like x and gains like w (meta tensors), by name."""
-    found = linear_kernels.aot_launches("looping_update", x, w, local=x, glob=x)
-    found |= linear_kernels.aot_launches("looping_update_two", x, w, local=x, glob=x, two=True)
+    launches = functools.partial(linear_kernels.aot_launches, config=config)
+    found = launches("looping_update", x, w, local=x, glob=x)
+    found |= launches("looping_update_two", x, w, local=x, glob=x, two=True)
     if x.dtype != torch.float32:
         wide = torch.empty_like(x, dtype=torch.float32)
-        found |= linear_kernels.aot_launches(
-            "looping_two_fp32", x, w, local=wide, glob=wide, two=True
-        )
+        found |= launches("looping_two_fp32", x, w, local=wide, glob=wide, two=True)
     return found

@@ -19,8 +19,7 @@ mean(h'^2) = 1 / r2^2 - eps: both row sums come out of one sweep over the row.
 
 Shapes: h, f [..., d]; gains [d]; h' and n like h. Dtypes: h' as h, n as f, each
 gradient as its tensor; arithmetic float32 (float64 if any input is), and n from
-the unrounded h'. alpha is a run-time argument of the kernels, so a new value
-compiles no new kernel; torch.compile keeps each value it meets as a constant.
+the unrounded h'. alpha and eps are data: no new value recompiles anything.
 
 Bytes, in passes over [rows, d] (beside O(rows) statistics and O(d) gains):
 forward 4 (reads h, f; writes h', n), backward 6 (reads dh', dn, h, f; writes dh,
@@ -53,7 +52,9 @@ import torch
 from torch import Tensor
 
 from . import rows
-from .rows import Launch, jit, load, rsqrt_mean, store, tile, tl
+from .post_kernels import aot_launches, backward_launch, forward_launch
+
+__all__ = ["aot_launches", "post_sandwich"]
 
 
 def post_sandwich(
@@ -70,254 +71,8 @@ def post_sandwich(
     rows.check_rows("post_sandwich", h=h, f=f)
     rows.check_gains("post_sandwich", h, w_out=w_out, w_next=w_next)
     rows.check_norm("post_sandwich", norm, w_next)
-    h_new, n, _, _ = _forward(h, f, w_out, w_next, alpha, eps, norm)
+    h_new, n, _, _ = _forward(h, f, w_out, w_next, rows.numbers(alpha, eps), norm)
     return h_new, n if norm else None
-
-
-# ---------------------------------------------------------------------------
-# Triton kernels
-
-
-@jit(do_not_specialize=["n_rows", "alpha", "eps"])
-def post_sandwich_forward_kernel(
-    h_ptr, f_ptr, w_out_ptr, w_next_ptr, h_new_ptr, n_ptr, r1_ptr, r2_ptr, n_rows, alpha, eps,
-    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    first = tl.program_id(0).to(tl.int64) * ROWS
-    o, o_gain, m, o_row, m_row = tile(n_rows - first, D, BLOCK, ROWS)
-    base = first * D
-    b_z = load(h_ptr + base, o, m) * alpha + load(f_ptr + base, o, m)
-    b_r1 = rsqrt_mean(b_z, D, eps)
-    if w_out_ptr is not None:
-        b_z *= load(w_out_ptr, o_gain, m)
-    # From here only z * w_out is alive. h' is r1 times it, so its mean square
-    # needs no rounded value.
-    if n_ptr is not None:
-        b_r2 = rsqrt_mean(b_z * b_r1[:, None], D, eps)
-    b_h = b_z * b_r1[:, None]
-    store(h_new_ptr + base, o, b_h, m)
-    if n_ptr is not None:
-        b_n = b_h * b_r2[:, None]
-        if w_next_ptr is not None:
-            b_n *= load(w_next_ptr, o_gain, m)
-        store(n_ptr + base, o, b_n, m)
-        tl.store(r2_ptr + first + o_row, b_r2, mask=m_row)
-    tl.store(r1_ptr + first + o_row, b_r1, mask=m_row)
-
-
-@jit()
-def _read(
-    h_ptr, f_ptr, w_out_ptr, dh_new_ptr, dn_ptr, w_next_ptr, base, o, o_gain, m, alpha
-):  # fmt: skip
-    """z, z * w_out, dh', dn and dn * w_next of one tile."""
-    b_z = load(h_ptr + base, o, m) * alpha + load(f_ptr + base, o, m)
-    b_zw = b_z
-    if w_out_ptr is not None:
-        b_zw = b_z * load(w_out_ptr, o_gain, m)
-    b_dh = tl.zeros_like(b_z)
-    if dh_new_ptr is not None:
-        b_dh = load(dh_new_ptr + base, o, m)
-    b_dn = tl.zeros_like(b_z)
-    if dn_ptr is not None:
-        b_dn = load(dn_ptr + base, o, m)
-    b_dnw = b_dn
-    if w_next_ptr is not None:
-        b_dnw = b_dn * load(w_next_ptr, o_gain, m)
-    return b_z, b_zw, b_dh, b_dn, b_dnw
-
-
-@jit()
-def _means(b_sum_1, b_sum_2, b_r1, b_r2, eps, D):
-    """Both row means of the backward from its two row sums (see the docstring)."""
-    b_mean_2 = b_sum_2 * b_r1 * b_r2 / D
-    return b_sum_1 * b_r1 / D + b_mean_2 * eps * b_r2 * b_r2, b_mean_2
-
-
-@jit()
-def _write(
-    w_out_ptr, dh_ptr, df_ptr, base, o, o_gain, m, alpha,
-    b_z, b_zw, b_dh, b_dn, b_dnw, b_r1, b_r2, b_mean_1, b_mean_2,
-):  # fmt: skip
-    """Store dh and df of one tile; return what it adds to dw_out and dw_next."""
-    b_y2 = b_zw * (b_r1 * b_r2)
-    b_total = b_dh + b_r2 * (b_dnw - b_y2 * b_mean_2)
-    b_y1 = b_z * b_r1
-    b_dw_out = b_total * b_y1
-    b_dw_next = b_dn * b_y2
-    if w_out_ptr is not None:
-        b_total *= load(w_out_ptr, o_gain, m)
-    b_dz = b_r1 * (b_total - b_y1 * b_mean_1)
-    if dh_ptr is not None:
-        store(dh_ptr + base, o, b_dz * alpha, m)
-    if df_ptr is not None:
-        store(df_ptr + base, o, b_dz, m)
-    return b_dw_out, b_dw_next
-
-
-@jit(do_not_specialize=["n_rows", "alpha", "eps"])
-def post_sandwich_backward_kernel(
-    dh_new_ptr, dn_ptr, h_ptr, f_ptr, w_out_ptr, w_next_ptr, r1_ptr, r2_ptr, dh_ptr, df_ptr,
-    dw_out_ptr, dw_next_ptr, n_rows, alpha, eps,
-    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Whole rows in registers, read once."""
-    b_dw_out = tl.zeros((ROWS, BLOCK), tl.float32)
-    b_dw_next = tl.zeros((ROWS, BLOCK), tl.float32)
-    for block in range(tl.program_id(0), tl.cdiv(n_rows, ROWS), tl.num_programs(0)):
-        first = tl.cast(block, tl.int64) * ROWS
-        o, o_gain, m, o_row, m_row = tile(n_rows - first, D, BLOCK, ROWS)
-        base = first * D
-        b_r1 = load(r1_ptr + first, o_row, m_row)[:, None]
-        b_r2 = load(r2_ptr + first, o_row, m_row)[:, None]
-        b_z, b_zw, b_dh, b_dn, b_dnw = _read(
-            h_ptr, f_ptr, w_out_ptr, dh_new_ptr, dn_ptr, w_next_ptr, base, o, o_gain, m, alpha
-        )
-        b_sum_1 = tl.sum(b_dh * b_zw, axis=1)[:, None]
-        b_sum_2 = tl.sum(b_dnw * b_zw, axis=1)[:, None]
-        b_mean_1, b_mean_2 = _means(b_sum_1, b_sum_2, b_r1, b_r2, eps, D)
-        b_1, b_2 = _write(
-            w_out_ptr, dh_ptr, df_ptr, base, o, o_gain, m, alpha,
-            b_z, b_zw, b_dh, b_dn, b_dnw, b_r1, b_r2, b_mean_1, b_mean_2,
-        )  # fmt: skip
-        b_dw_out += b_1
-        b_dw_next += b_2
-    o_col = tl.arange(0, BLOCK)
-    o = tl.program_id(0) * D + o_col
-    if dw_out_ptr is not None:
-        tl.store(dw_out_ptr + o, tl.sum(b_dw_out, axis=0), mask=o_col < D)
-    if dw_next_ptr is not None:
-        tl.store(dw_next_ptr + o, tl.sum(b_dw_next, axis=0), mask=o_col < D)
-
-
-@jit(do_not_specialize=["n_rows", "n_chunks", "alpha", "eps"])
-def post_sandwich_backward_wide_kernel(
-    dh_new_ptr, dn_ptr, h_ptr, f_ptr, w_out_ptr, w_next_ptr, r1_ptr, r2_ptr, dh_ptr, df_ptr,
-    dw_out_ptr, dw_next_ptr, n_rows, n_chunks, alpha, eps,
-    D: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    """A row in chunks, read twice: for its sums, then (from L1 or L2) for its gradients.
-
-    SPLITS programs share a row: each sums all of it and writes its own CHUNKS.
-    """
-    group = tl.program_id(0) // SPLITS
-    own = tl.program_id(0) % SPLITS * CHUNKS
-    o_tile = tl.arange(0, BLOCK)
-    b_zero = tl.zeros((BLOCK,), tl.float32)
-    b_dw_out = (b_zero,) * CHUNKS
-    b_dw_next = (b_zero,) * CHUNKS
-    for row in range(group, n_rows, tl.num_programs(0) // SPLITS):
-        base = tl.cast(row, tl.int64) * D
-        b_r1 = tl.load(r1_ptr + row)
-        b_r2 = tl.load(r2_ptr + row)
-        b_sum_1 = b_zero
-        b_sum_2 = b_zero
-        # Two chunks at a time: enough loads in flight to cover their latency. The
-        # bound is only known at run time, or the compiler unrolls the whole row
-        # and keeps so many loads in registers that others spill.
-        for pair in range(0, n_chunks, 2):
-            for half in tl.static_range(2):
-                o = (pair + half) * BLOCK + o_tile
-                b_z, b_zw, b_dh, b_dn, b_dnw = _read(
-                    h_ptr, f_ptr, w_out_ptr, dh_new_ptr, dn_ptr, w_next_ptr,
-                    base, o, o, o < D, alpha,
-                )  # fmt: skip
-                b_sum_1 += b_dh * b_zw
-                b_sum_2 += b_dnw * b_zw
-        b_mean_1, b_mean_2 = _means(tl.sum(b_sum_1), tl.sum(b_sum_2), b_r1, b_r2, eps, D)
-        # A tuple has no item assignment: the next pair is built up and swapped in.
-        next_out = b_dw_out[:0]
-        next_next = b_dw_next[:0]
-        for chunk in tl.static_range(CHUNKS):
-            o = (own + chunk) * BLOCK + o_tile
-            b_z, b_zw, b_dh, b_dn, b_dnw = _read(
-                h_ptr, f_ptr, w_out_ptr, dh_new_ptr, dn_ptr, w_next_ptr, base, o, o, o < D, alpha
-            )
-            b_1, b_2 = _write(
-                w_out_ptr, dh_ptr, df_ptr, base, o, o, o < D, alpha,
-                b_z, b_zw, b_dh, b_dn, b_dnw, b_r1, b_r2, b_mean_1, b_mean_2,
-            )  # fmt: skip
-            next_out += (b_dw_out[chunk] + b_1,)
-            next_next += (b_dw_next[chunk] + b_2,)
-        b_dw_out = next_out
-        b_dw_next = next_next
-    for chunk in tl.static_range(CHUNKS):
-        o_col = (own + chunk) * BLOCK + o_tile
-        o = group * D + o_col
-        if dw_out_ptr is not None:
-            tl.store(dw_out_ptr + o, b_dw_out[chunk], mask=o_col < D)
-        if dw_next_ptr is not None:
-            tl.store(dw_next_ptr + o, b_dw_next[chunk], mask=o_col < D)
-
-
-# ---------------------------------------------------------------------------
-# Launches
-
-
-def _forward_launch(
-    h: Tensor,
-    f: Tensor,
-    w_out: Tensor | None,
-    w_next: Tensor | None,
-    alpha: float,
-    eps: float,
-    norm: bool = True,
-) -> tuple[tuple[Tensor, Tensor | None, Tensor, Tensor | None], Launch]:
-    """Outputs still to be filled, and the launch that fills them; h and f are [rows, d]."""
-    n_rows, d = h.shape
-    config = rows.forward_config(d)
-    h_new, n = torch.empty_like(h), torch.empty_like(f) if norm else None
-    r1 = h.new_empty(n_rows, dtype=torch.float32)
-    r2 = torch.empty_like(r1) if norm else None
-    args = {
-        "h_ptr": h, "f_ptr": f, "w_out_ptr": w_out, "w_next_ptr": w_next, "h_new_ptr": h_new,
-        "n_ptr": n, "r1_ptr": r1, "r2_ptr": r2, "n_rows": n_rows, "alpha": alpha, "eps": eps,
-        "D": d, "BLOCK": config.block, "ROWS": config.rows,
-    }  # fmt: skip
-    grid = -(-n_rows // config.rows)
-    return (h_new, n, r1, r2), Launch(post_sandwich_forward_kernel, grid, args, config)
-
-
-def _backward_launch(
-    dh_new: Tensor | None,
-    dn: Tensor | None,
-    h: Tensor,
-    f: Tensor,
-    w_out: Tensor | None,
-    w_next: Tensor | None,
-    r1: Tensor,
-    r2: Tensor,
-    alpha: float,
-    eps: float,
-    needs: list[bool],
-) -> tuple[list[Tensor | None], Launch]:
-    """dh, df and the partial dw_out, dw_next still to be filled, and their launch."""
-    n_rows, d = h.shape
-    config = rows.backward_config(d, h.element_size(), gains=2)
-    groups = rows.programs(h, config)
-    dh = torch.empty_like(h) if needs[0] else None
-    df = torch.empty_like(f) if needs[1] else None
-    partials = [h.new_empty(groups, d, dtype=torch.float32) if need else None for need in needs[2:]]
-    args = {
-        "dh_new_ptr": dh_new, "dn_ptr": dn, "h_ptr": h, "f_ptr": f, "w_out_ptr": w_out,
-        "w_next_ptr": w_next, "r1_ptr": r1, "r2_ptr": r2, "dh_ptr": dh, "df_ptr": df,
-        "dw_out_ptr": partials[0], "dw_next_ptr": partials[1], "n_rows": n_rows, "alpha": alpha,
-        "eps": eps, "D": d, "BLOCK": config.block,
-    }  # fmt: skip
-    if config.chunks == 1:
-        kernel, args["ROWS"] = post_sandwich_backward_kernel, config.rows
-    else:
-        kernel = post_sandwich_backward_wide_kernel
-        args |= {"n_chunks": config.chunks, "CHUNKS": config.chunks // config.splits}
-        args["SPLITS"] = config.splits
-    return [dh, df, *partials], Launch(kernel, groups * config.splits, args, config)
-
-
-def aot_launches(x: Tensor, w: Tensor) -> dict[str, Launch]:
-    """Every launch on rows like x and gains like w (meta tensors), by name."""
-    (_, _, r1, r2), forward = _forward_launch(x, x, w, w, 1.0, 1e-6)
-    assert r2 is not None
-    _, backward = _backward_launch(x, x, x, x, w, w, r1, r2, 1.0, 1e-6, [True] * 4)
-    return {"post_sandwich forward": forward, "post_sandwich backward": backward}
 
 
 # ---------------------------------------------------------------------------
@@ -378,8 +133,6 @@ def _backward_torch(
         mean_1 = mean_2 * (eps * r2 * r2)
         total = dn * r2 if w_next is None else torch.mul(dn, w_next, out=product).mul_(r2)
         total.addcmul_(zw, mean_2 * (r1 * r2 * r2), value=-1)
-    elif need_next and w_next is not None:
-        dw_next = torch.zeros_like(w_next)
     if dh_new is not None:
         dh_new = dh_new.to(dtype)
         mean_1 = torch.addcmul(mean_1, (dh_new * zw).sum(-1, keepdim=True), r1 / d)
@@ -405,26 +158,23 @@ def _forward(
     f: Tensor,
     w_out: Tensor | None,
     w_next: Tensor | None,
-    alpha: float,
-    eps: float,
-    norm: bool = True,
+    numbers: Tensor,
+    norm: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """-> h', n, r1, r2 (the last two [rows], for the backward); n and r2 empty without the norm."""
+    alpha, eps = numbers.tolist()
     rows.check_numbers("post_sandwich", eps, alpha=alpha)
     shape, h, f = h.shape, rows.as_rows(h), rows.as_rows(f)
     w_out, w_next = rows.packed(w_out), rows.packed(w_next)
-    if rows.uses_triton(h, f, w_out, w_next):
-        (h_new, n, r1, r2), launch = _forward_launch(h, f, w_out, w_next, alpha, eps, norm)
-        launch.run(h)
-    else:
-        with rows.no_autocast(h):
-            h_new, n, r1, r2 = _forward_torch(h, f, w_out, w_next, alpha, eps, norm)
+    fused = rows.uses_triton(h, f, w_out, w_next)
+    args = (h, f, w_out, w_next, alpha, eps, norm)
+    h_new, n, r1, r2 = rows.results(h, fused, forward_launch, _forward_torch, *args)
     n = f.new_empty(0) if n is None else n.view(shape)
     return h_new.view(shape), n, r1, r1.new_empty(0) if r2 is None else r2
 
 
 @_forward.register_fake
-def _(h, f, w_out, w_next, alpha, eps, norm=True):
+def _(h, f, w_out, w_next, numbers, norm):
     r1 = h.new_empty((rows.count(h),), dtype=rows.compute_dtype(h, f, w_out, w_next))
     n = f.new_empty(f.shape if norm else (0,))
     return h.new_empty(h.shape), n, r1, torch.empty_like(r1) if norm else r1.new_empty(0)
@@ -440,37 +190,31 @@ def _backward(
     w_next: Tensor | None,
     r1: Tensor,
     r2: Tensor,
-    alpha: float,
-    eps: float,
+    numbers: Tensor,
     needs: list[bool],
 ) -> list[Tensor]:
     """The gradients asked for, in the order h, f, w_out, w_next."""
     shape, h, f = h.shape, rows.as_rows(h), rows.as_rows(f)
     dh_new, dn = rows.maybe_rows(dh_new), rows.maybe_rows(dn)
     w_out, w_next = rows.packed(w_out), rows.packed(w_next)
-    args = (dh_new, dn, h, f, w_out, w_next, r1, r2, alpha, eps, needs)
-    if rows.uses_triton(h, f, w_out, w_next):
-        (dh, df, dw_out, dw_next), launch = _backward_launch(*args)
-        launch.run(h)
-        dw_out = rows.gain_gradient(dw_out, w_out)
-        dw_next = rows.gain_gradient(dw_next, w_next)
-    else:
-        with rows.no_autocast(h):
-            dh, df, dw_out, dw_next = _backward_torch(*args)
-    return rows.found(shape, dh, df) + rows.found(None, dw_out, dw_next)
+    fused = rows.uses_triton(h, f, w_out, w_next)
+    args = (dh_new, dn, h, f, w_out, w_next, r1, r2, *numbers.tolist(), needs)
+    dh, df, *gains = rows.results(h, fused, backward_launch, _backward_torch, *args)
+    gains = map(rows.gain_gradient, gains, (w_out, w_next), needs[2:])
+    return rows.found(shape, dh, df) + rows.found(None, *gains)
 
 
 @_backward.register_fake
-def _(dh_new, dn, h, f, w_out, w_next, r1, r2, alpha, eps, needs):
+def _(dh_new, dn, h, f, w_out, w_next, r1, r2, numbers, needs):
     inputs = (h, f, w_out, w_next)
     return [x.new_empty(x.shape) for x, need in zip(inputs, needs, strict=True) if need]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    h, f, w_out, w_next, ctx.alpha, ctx.eps, norm = inputs
+    h, f, w_out, w_next, numbers, norm = inputs
     _, n, r1, r2 = output
     # Without dn, r2 scales only zeros, and any finite number does.
-    ctx.save_for_backward(h, f, w_out, w_next, r1, r2 if norm else r1)
+    ctx.save_for_backward(h, f, w_out, w_next, r1, r2 if norm else r1, numbers)
     ctx.mark_non_differentiable(r1, r2, *(() if norm else (n,)))
     ctx.set_materialize_grads(False)
 
@@ -478,9 +222,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _gradients(ctx: Any, dh_new: Tensor | None, dn: Tensor | None, *_: None) -> tuple[Any, ...]:
     needs = list(ctx.needs_input_grad[:4])
     if dh_new is None and dn is None:
-        return (None,) * 7
-    found = iter(_backward(dh_new, dn, *ctx.saved_tensors, ctx.alpha, ctx.eps, needs))
-    return (*(next(found) if need else None for need in needs), None, None, None)
+        return (None,) * 6
+    found = iter(_backward(dh_new, dn, *ctx.saved_tensors, needs))
+    return (*(next(found) if need else None for need in needs), None, None)
 
 
 _forward.register_autograd(_gradients, setup_context=_save)

@@ -1,4 +1,4 @@
-"""What every row kernel shares: input checks, the launch guard, the config table.
+"""What every op on rows shares: input checks, the config table, the launch.
 
 A row kernel sees its inputs as [rows, d]: everything but the last dimension is
 flattened. Nothing here needs a GPU, and Triton may be absent (it ships for
@@ -34,6 +34,7 @@ Normed: TypeAlias = Any
 # Widest row the Triton kernels are built and spill-checked for; wider rows take
 # the PyTorch path.
 MAX_D = 16384
+REGISTERS = 65536  # of one SM, from sm_80 to sm_100
 
 
 def jit(**options: Any) -> Callable[[Callable[..., None]], Any]:
@@ -211,11 +212,16 @@ def column_sum(x: Tensor, row_scale: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mv(x.T, row_scale.reshape(-1)).to(dtype)
 
 
-def gain_gradient(partial: Tensor | None, w: Tensor | None) -> Tensor | None:
-    """Add up the programs' partial sums [programs, d]; with no rows that is zero."""
-    if partial is None or w is None:
+def gain_gradient(found: Tensor | None, w: Tensor | None, need: bool) -> Tensor | None:
+    """A gain's gradient where it is needed: partial sums [programs, d] are added up.
+
+    Zero where nothing was found, for the norm's output was not used, or there are no rows.
+    """
+    if not need or w is None:
         return None
-    return partial.sum(0).to(w.dtype)
+    if found is None:
+        return torch.zeros_like(w)
+    return (found.sum(0) if found.dim() == 2 else found).to(w.dtype)
 
 
 # ---------------------------------------------------------------------------
@@ -235,6 +241,7 @@ class Config(NamedTuple):
     chunks: int = 1
     splits: int = 1
     per_sm: int = 0  # programs per SM, where programs loop over rows
+    stages: int = 1  # from 3 on, the rows to come are copied to shared memory meanwhile
 
 
 # Fixed on purpose: a tuner at run time may choose differently on two ranks, and
@@ -249,19 +256,28 @@ _FORWARD = {
     8192: (1, 8),
     16384: (1, 16),
 }
-#               warps, programs per SM
-_BACKWARD_HELD = {
-    1024: (4, 4),
-    2048: (8, 2),
-}
-# A row in chunks of one 128-bit access per thread. Two gain gradients take a
-# quarter of an SM's registers at 8192; at 16384 they would take half, and the
-# compiler spills around them: two programs share the row. One takes half as many.
-#               warps, programs per SM, splits; for one gain and for two
-_BACKWARD_WIDE = {
-    4096: ((8, 2, 1), (8, 2, 1)),
-    8192: ((8, 2, 1), (8, 1, 1)),
-    16384: ((8, 1, 1), (8, 1, 2)),
+
+
+class Plan(NamedTuple):
+    """A backward launch for one width. splits 0: whole rows; else chunks of 128 bits a thread."""
+
+    warps: int
+    per_sm: int
+    splits: int = 0
+    stages: int = 1
+    rows: int = 1  # times as many rows in a tile
+
+
+# Two gain gradients take a quarter of an SM's registers at 8192; at 16384 they
+# would take half, and the compiler spills around them: two programs share the
+# row. One takes half as many.
+#               for one gain and for two
+_BACKWARD = {
+    1024: (Plan(4, 4), Plan(4, 4)),
+    2048: (Plan(8, 2), Plan(8, 2)),
+    4096: (Plan(8, 2, 1), Plan(8, 2, 1)),
+    8192: (Plan(8, 2, 1), Plan(8, 1, 1)),
+    16384: (Plan(8, 1, 1), Plan(8, 1, 2)),
 }
 
 
@@ -279,14 +295,18 @@ def forward_config(d: int) -> Config:
 
 def backward_config(d: int, itemsize: int, gains: int) -> Config:
     """The tile of a backward launch, which also holds that many gain gradients."""
-    block = _power(d)
-    if block not in _BACKWARD_WIDE:
-        warps, per_sm = _BACKWARD_HELD[max(block, 1024)]
-        return Config(block, max(1, 1024 // block), warps, per_sm=per_sm)
-    warps, per_sm, splits = _BACKWARD_WIDE[block][gains - 1]
-    block = warps * 32 * (16 // itemsize)
+    return planned(d, itemsize, _BACKWARD[max(_power(d), 1024)][gains - 1])
+
+
+def planned(d: int, itemsize: int, plan: Plan) -> Config:
+    """The tile of a backward launch as a plan has it."""
+    block, splits = _power(d), max(1, plan.splits)
+    if not plan.splits:
+        n_rows = plan.rows * max(1, 1024 // block)
+        return Config(block, n_rows, plan.warps, 1, 1, plan.per_sm, plan.stages)
+    block = plan.warps * 32 * (16 // itemsize)
     chunks = -(-d // (block * splits)) * splits
-    return Config(block, 1, warps, chunks, splits, per_sm)
+    return Config(block, 1, plan.warps, chunks, splits, plan.per_sm, plan.stages)
 
 
 @functools.cache
@@ -310,55 +330,57 @@ class Launch(NamedTuple):
     args: dict[str, Any]
     config: Config
 
+    @property
+    def options(self) -> dict[str, int]:
+        """How the compiler is called.
+
+        Left alone ptxas may stop at fewer registers than per_sm programs leave each
+        thread, and spill; told how many those are, it does not.
+        """
+        found = {"num_warps": self.config.warps}
+        if self.config.per_sm and torch.version.hip is None:
+            threads = 32 * self.config.warps * self.config.per_sm
+            found["maxnreg"] = min(255, REGISTERS // threads)
+        return found
+
     def run(self, like: Tensor) -> None:
         """Launch on the device of `like`, whichever device is current; no rows, no launch."""
         if self.grid == 0:
             return
         guard = torch.cuda.device_of(like) if like.is_cuda else contextlib.nullcontext()
         with guard:
-            self.kernel[(self.grid,)](**self.args, num_warps=self.config.warps)
+            self.kernel[(self.grid,)](**self.args, **self.options)
 
 
-@jit()
-def load(ptr, o, m):
-    """A tile in float32; lanes outside the mask read 0."""
-    return tl.load(ptr + o, mask=m, other=0.0).to(tl.float32)
+def forward_launch(kernel: Any, args: dict[str, Any], like: Tensor, config: Config) -> Launch:
+    """A launch with a program for each tile of the rows of `like`."""
+    n_rows, d = like.shape
+    args |= {"n_rows": n_rows, "D": d, "BLOCK": config.block, "ROWS": config.rows}
+    return Launch(kernel, -(-n_rows // config.rows), args, config)
 
 
-@jit()
-def load_or_zero(ptr, base, o, m):
-    """`load`, or zeros where there is no tensor."""
-    b_x = tl.zeros_like(o).to(tl.float32)
-    if ptr is not None:
-        b_x = load(ptr + base, o, m)
-    return b_x
+def backward_launch(
+    held: Any, wide: Any, args: dict[str, Any], groups: int, config: Config
+) -> Launch:
+    """A launch whose programs loop over rows: held in registers, or in chunks, as config has it."""
+    kernel = held if config.chunks == 1 else wide
+    sizes = {
+        "BLOCK": config.block, "ROWS": config.rows, "STAGES": config.stages,
+        "n_chunks": config.chunks, "CHUNKS": config.chunks // config.splits,
+        "SPLITS": config.splits,
+    }  # fmt: skip
+    args |= {name: size for name, size in sizes.items() if name in kernel.arg_names}
+    return Launch(kernel, groups * config.splits, args, config)
 
 
-@jit()
-def store(ptr, o, value, m):
-    """A tile, rounded to what ptr points at."""
-    tl.store(ptr + o, value.to(ptr.dtype.element_ty), mask=m)
-
-
-@jit()
-def tile(left, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """Offsets and masks of a [ROWS, BLOCK] tile of whole rows, `left` of them in range.
-
-    The offsets count from the tile's first value, so 32 bits do: the caller adds
-    its 64-bit base, for rows * d passes 2^31 on real batches. Gains get offsets
-    of the tile's own shape: read as a single row, a gain would get a layout of
-    its own and a trip through shared memory; the repeated reads hit L1.
-    """
-    o_row = tl.arange(0, ROWS)
-    o_col = tl.arange(0, BLOCK)
-    m_row = o_row < left
-    o = o_row[:, None] * D + o_col[None, :]
-    o_gain = o_row[:, None] * 0 + o_col[None, :]
-    m = m_row[:, None] & (o_col < D)[None, :]
-    return o, o_gain, m, o_row, m_row
-
-
-@jit()
-def rsqrt_mean(b_x, D: tl.constexpr, eps):
-    """1 / sqrt(mean(x^2) + eps) for each row of a tile."""
-    return 1.0 / tl.sqrt(tl.sum(b_x * b_x, axis=1) / D + eps)
+def results(
+    like: Tensor, fused: bool, build: Callable[..., Any], closed: Callable[..., Any], *args: Any
+) -> Any:
+    """What the launches that `build` makes fill in, or the closed form on the same arguments."""
+    if fused:
+        found, launches = build(*args)
+        for launch in [launches] if isinstance(launches, Launch) else launches:
+            launch.run(like)
+        return found
+    with no_autocast(like):
+        return closed(*args)

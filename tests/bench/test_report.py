@@ -75,7 +75,51 @@ def test_the_bench_imports_without_the_trainers_packages():
 import sys
 for name in ("tyro", "rich", "pyarrow", "tokenizers", "liger_kernel"):
     sys.modules[name] = None
-import bench.bench_kernels, bench.checks, bench.report, bench.traffic
+import bench.bench_kernels, bench.checks, bench.report, bench.traffic, bench.tune
 """
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, check=True)
+
+
+def test_several_files_make_one_table_by_op(results, tmp_path, capsys):
+    """As the GPU script writes them: a file per op and part of the shapes."""
+    found = json.loads(results.read_text())
+    paths = [results]
+    for i, (op, copy) in enumerate([("inject", 101.0), ("pre_norm", 99.0)]):
+        info = found["benchmarks"][0]["extra_info"] | {"op": op, "copy_gb_per_s": copy, "d": 32}
+        paths.append(tmp_path / f"{i}.json")
+        paths[-1].write_text(json.dumps({"benchmarks": [{"name": "k", "extra_info": info}]}))
+    assert report.main([str(path) for path in paths]) == 0
+    text = capsys.readouterr().out
+    assert "copy bandwidth 99 to 101 GB/s" in text
+    lines = [line.split(" |")[:3] for line in text.splitlines() if " | forward |" in line]
+    assert [line[0] for line in lines] == ["| pre_norm", "| pre_norm", "| inject"]
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_the_gpu_script_is_bash():
+    subprocess.run(["bash", "-n", str(ROOT / "bench" / "h200.sh")], check=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("fault", ["wrong", "raising"])
+def test_an_op_of_ours_that_fails_ends_the_bench(fault, tmp_path):
+    """With an exit code of its own: the GPU script goes on after any other."""
+    (tmp_path / "conftest.py").write_text(f"""
+import deeploop.kernels as kernels
+def pre_norm(h, f, w_next, scale, eps):
+    if {fault == "raising"}:
+        raise ValueError("no")
+    return h + f, h * w_next
+kernels.pre_norm = pre_norm
+""")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-p", "no:cacheprovider"]
+    environment = os.environ | {
+        "DEEPLOOP_BENCH_OPS": "pre_norm", "PYTHONPATH": f"{tmp_path}:{ROOT}",
+    }  # fmt: skip
+    result = subprocess.run(
+        [*command, "bench/bench_kernels.py"],
+        env=environment, cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert result.returncode == 9, result.stdout + result.stderr
+    assert "nothing is timed" in result.stdout + result.stderr

@@ -59,6 +59,7 @@ def run(
     inputs: Sequence[Tensor | None],
     gradients: Sequence[Tensor | None],
     needs: Sequence[bool] | None = None,
+    eps: float = EPS,
 ) -> list[Tensor | None]:
     """h', n and the gradient of each input (None where none was asked for)."""
     needs = [x is not None for x in inputs] if needs is None else needs
@@ -66,7 +67,7 @@ def run(
         None if x is None else x.detach().requires_grad_(need)
         for x, need in zip(inputs, needs, strict=True)
     ]
-    outputs = fn(*leaves, op.factor, EPS)
+    outputs = fn(*leaves, op.factor, eps)
     used = [
         (y, g) for y, g in zip(outputs, gradients, strict=True) if g is not None and y.requires_grad
     ]
@@ -83,11 +84,12 @@ def compare(
     inputs: Sequence[Tensor | None],
     gradients: Sequence[Tensor | None],
     needs: Sequence[bool] | None = None,
+    eps: float = EPS,
     **tolerance: float,
 ) -> None:
     """The op against the reference in float64: values, every gradient, dtypes and shapes."""
-    actual = run(op.fused, op, inputs, gradients, needs)
-    expected = run(op.reference, op, double(inputs), double(gradients), needs)
+    actual = run(op.fused, op, inputs, gradients, needs, eps)
+    expected = run(op.reference, op, double(inputs), double(gradients), needs, eps)
     like = [*inputs[:2], *inputs]
     names = ["h'", "n", *(f"d{name}" for name in op.inputs)]
     for name, a, e, x in zip(names, actual, expected, like, strict=True):

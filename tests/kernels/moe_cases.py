@@ -153,13 +153,14 @@ def run_combine(
     needs: Sequence[bool] = (True,) * 6,
     scale: float = 0.7,
     norm: bool = True,
+    eps: float = EPS,
 ) -> list[Tensor | None]:
     """h', n and the gradients of everything that is a float."""
     leaves = list(inputs)
     for i, need in zip(FLOATS, needs, strict=True):
         x = leaves[i]
         leaves[i] = None if x is None else x.detach().requires_grad_(need)
-    outputs = fn(*leaves, scale, EPS, norm)
+    outputs = fn(*leaves, scale, eps, norm)
     used = [
         (y, g)
         for y, g in zip(outputs, gradients, strict=True)
@@ -176,6 +177,7 @@ def compare_combine(
     used: tuple[int, int] = (1, 1),
     needs: Sequence[bool] = (True,) * 6,
     norm: bool = True,
+    eps: float = EPS,
     **tolerance: float,
 ) -> None:
     """A combine against the dense one: values, gradients, zeros in rows without a slot."""
@@ -184,8 +186,8 @@ def compare_combine(
     grads = [g if u else None for g, u in zip(grads, used, strict=True)]
     double = [t.double() if t is not None and t.is_floating_point() else t for t in inputs]
     grads64 = [None if g is None else g.double() for g in grads]
-    actual = run_combine(fn, inputs, grads, needs, norm=norm)
-    expected = run_combine(dense_combine, double, grads64, needs, norm=norm)
+    actual = run_combine(fn, inputs, grads, needs, norm=norm, eps=eps)
+    expected = run_combine(dense_combine, double, grads64, needs, norm=norm, eps=eps)
     like = [h, routed, *(inputs[i] for i in FLOATS)]
     names = ["h'", "n", *(f"d{NAMES[i]}" for i in FLOATS)]
     for name, a, e, x in zip(names, actual, expected, like, strict=True):

@@ -19,13 +19,25 @@ def test_kernels_pass(capsys):
         assert any(line.startswith(name) for line in lines)
 
 
-@pytest.mark.parametrize("op", aot.OPS, ids=lambda op: op.__name__.rpartition(".")[2])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_widest_rows_do_not_spill(op, dtype):
-    x = torch.empty(4096, rows.MAX_D, dtype=dtype, device="meta")
-    for launch in op.aot_launches(x, torch.empty(rows.MAX_D, device="meta")).values():
-        report = aot.read_cubin(aot.compile_launch(launch, 90))
-        assert report.failures(rows.MAX_D, aot.least_share(op)) == []
+# The widest rows, and widths that spilled with other launches.
+WIDE = [(rows.MAX_D, "bf16", 90), (rows.MAX_D, "fp32", 90), (6144, "fp32", 90), (12288, "fp32", 80)]
+
+
+@pytest.mark.parametrize("op", [name for name in aot.OPS if name not in aot.FEW])
+@pytest.mark.parametrize(("d", "dtype", "arch"), WIDE)
+def test_wide_rows_do_not_spill(op, d, dtype, arch):
+    """Each op's backward, which holds the most."""
+    for title, _, report in aot.inspect(aot.Task(op, d, dtype, arch, "backward")):
+        assert report.failures(d, arch, aot.least_share(op)) == [], title
+
+
+@pytest.mark.parametrize("d", [64, 768, 3072, 5120, 16384])
+def test_programs_get_the_registers_they_share_an_sm_by(d):
+    for op in aot.OPS:
+        for launch in aot.Task(op, d, "bf16", 90, "").launches().values():
+            limit, per_sm = launch.options.get("maxnreg"), launch.config.per_sm
+            assert (limit is None) == (per_sm == 0)
+            assert limit is None or limit * 32 * launch.config.warps * per_sm <= 65536
 
 
 @triton.jit
@@ -50,17 +62,27 @@ def _scalar_kernel(x_ptr, y_ptr, D: tl.constexpr):
     tl.store(y_ptr + o, tl.load(x_ptr + o))
 
 
+@triton.jit
+def _pipelined_kernel(x_ptr, y_ptr, D: tl.constexpr):
+    o = tl.arange(0, D)
+    b_sum = tl.zeros((D,), tl.float32)
+    for i in tl.range(0, 9, num_stages=6):
+        b_sum += tl.load(x_ptr + i * D + o)
+    tl.store(y_ptr + o, b_sum)
+
+
 @pytest.mark.parametrize(
     ("kernel", "d", "warps", "message"),
     [
         (_atomic_kernel, 1024, 4, "atomics"),
         (_spilling_kernel, 32768, 4, "spills"),
         (_scalar_kernel, 1024, 4, "128-bit"),
+        (_pipelined_kernel, 16384, 16, "shared memory"),
     ],
 )
 def test_planted_faults_are_refused(kernel, d, warps, message):
     x = torch.empty(4 * d, device="meta")
     arguments = {"x_ptr": x, "y_ptr": x, "D": d}
     launch = rows.Launch(kernel, 1, arguments, rows.Config(d, 1, warps))
-    failures = aot.read_cubin(aot.compile_launch(launch, 90)).failures(d)
+    failures = aot.read(aot.compile_launch(launch, 90)).failures(d, 90)
     assert any(message in failure for failure in failures), failures

@@ -51,6 +51,12 @@ def test_missing_inputs(combine, missing, norm):
     compare_combine(combine, inputs, norm=norm, **EXACT)
 
 
+@pytest.mark.parametrize("eps", [0.0, 0.5])
+def test_another_eps(eps):
+    inputs = combine_inputs(5, 7, 2, torch.float64, drop=0.0)
+    compare_combine(expert_combine, inputs, eps=eps, **EXACT)
+
+
 @pytest.mark.parametrize("used", [(1, 1), (1, 0), (0, 1)], ids=str)
 def test_every_subset_of_gradients(used):
     inputs = combine_inputs(4, 6, 2, torch.float64)
@@ -200,8 +206,9 @@ def test_fullgraph_without_recompiles_over_scales_and_token_counts():
     for tokens, scale in ((6, 0.7), (6, 0.9), (6, 1.1), (8, 1.3), (9, 1.5), (12, 2.0)):
         inputs = combine_inputs(tokens, 16, 2, spare=0)
         gradients = [torch.randn(tokens, 16), torch.randn(tokens, 16)]
+        numbers = {"scale": scale, "eps": scale * EPS}
         eager, traced = (
-            run_combine(fn, inputs, gradients, scale=scale) for fn in (expert_combine, compiled)
+            run_combine(fn, inputs, gradients, **numbers) for fn in (expert_combine, compiled)
         )
         assert all(torch.equal(a, b) for a, b in zip(eager, traced, strict=True))
         frames.append(counter.frame_count)
@@ -218,6 +225,7 @@ def test_fullgraph_without_recompiles_over_scales_and_token_counts():
         ("slots", torch.zeros(3, 2).int(), r"slots has shape \[3, 2\]; allowed: \[2, 2\]"),
         ("slots", torch.zeros(2, 2), r"slots has dtype torch.float32; allowed: int32, int64"),
         ("slots", torch.tensor([[0, 1], [2, 4]]), r"slots reaches 4; allowed: -1 \(dropped\) to 3"),
+        ("slots", torch.tensor([[0, 1], [2, -2]]).int(), r"slots reaches -2; allowed: -1"),
         ("weights", torch.rand(3, 2), r"weights has shape \[3, 2\]; allowed: \[2, 2\]"),
         ("weights", torch.rand(2, 2).half(), r"weights has dtype torch.float16; allowed: float32"),
         ("weights", torch.rand(2, 2, device="meta"), r"weights is on meta; allowed: the device of"),

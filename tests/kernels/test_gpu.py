@@ -52,6 +52,19 @@ def test_same_bits_twice(op, d):
 
 
 @every_op
+@pytest.mark.parametrize("d", [96, 20000])
+def test_autocast_changes_nothing(op, d):
+    """Neither for the kernels nor for the PyTorch path of wider rows."""
+    inputs = make_inputs(op, (65, d), torch.float32)
+    inputs[1] = inputs[1].bfloat16()
+    gradients = make_gradients(inputs)
+    plain = run(op.fused, op, inputs, gradients)
+    with torch.autocast("cuda", torch.bfloat16):
+        under = run(op.fused, op, inputs, gradients)
+    assert all(torch.equal(a, b) for a, b in zip(plain, under, strict=True))
+
+
+@every_op
 def test_every_device_is_launched_on(op):
     """The tensors' device counts, not the current one."""
     if torch.cuda.device_count() < 2:

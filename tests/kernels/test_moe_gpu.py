@@ -94,6 +94,17 @@ def test_same_bits_twice(dtype):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.parametrize("d", [96, 20000])
+def test_autocast_does_not_change_the_combine(d):
+    """Neither for the kernels nor for the PyTorch path of wider rows."""
+    inputs = combine_inputs(16, d, 2)
+    gradients = [torch.randn(16, d), torch.randn(16, d)]
+    plain = run_combine(expert_combine, inputs, gradients)
+    with torch.autocast("cuda", torch.bfloat16):
+        under = run_combine(expert_combine, inputs, gradients)
+    assert all(torch.equal(a, b) for a, b in zip(plain, under, strict=True))
+
+
 def test_every_device_is_launched_on():
     """The tensors' device counts, not the current one."""
     if torch.cuda.device_count() < 2:

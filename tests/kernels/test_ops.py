@@ -34,6 +34,13 @@ def test_matches_reference(op, dtype, shape):
 
 
 @every_op
+@pytest.mark.parametrize("eps", [0.0, 0.5])
+def test_another_eps(op, eps):
+    inputs = make_inputs(op, (5, 7), torch.float64)
+    compare(op, inputs, make_gradients(inputs), eps=eps, **TOLERANCE[torch.float64])
+
+
+@every_op
 @pytest.mark.parametrize("outputs", [(1, 1), (1, 0), (0, 1)], ids=str)
 def test_every_subset_of_gradients(op, outputs):
     inputs = make_inputs(op, (6, 10), torch.float64)

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from update_cases import (
     CASES,
     MAIN,
+    Case,
     compare,
     make_gradients,
     make_inputs,
@@ -26,6 +27,9 @@ from deeploop.kernels import rows
 
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 main_cases = pytest.mark.parametrize("case", MAIN, ids=str)
+BARE = [Case("post_sandwich", ("w_out", "w_next")), Case("pre_norm", ("w_next",))]
+# The two that have value tests of their own in test_ops.py.
+EARLIER = [Case("post_sandwich"), Case("pre_norm")]
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +49,14 @@ def test_matches_reference(case, dtype):
     for shape in [(8,), (1, 1), (5, 7), (2, 3, 64), (2, 1, 3, 33), (0, 4), (2, 0, 4)]:
         inputs = make_inputs(case, shape, dtype)
         compare(case, inputs, make_gradients(case, inputs), **TOLERANCE[dtype])
+
+
+@every_case
+@pytest.mark.parametrize("eps", [0.0, 0.5])
+def test_another_eps(case, eps):
+    inputs = make_inputs(case, (5, 7), torch.float64)
+    gradients = make_gradients(case, inputs)
+    compare(case, inputs, gradients, eps=eps, **TOLERANCE[torch.float64])
 
 
 @every_case
@@ -215,7 +227,7 @@ def test_bfloat16_is_no_worse_than_eager_bfloat16(case):
 # The contract for custom operators
 
 
-@every_case
+@pytest.mark.parametrize("case", [*CASES, *EARLIER, *BARE], ids=str)
 def test_opcheck(case, monkeypatch):
     """Both operators of a case, with the arguments it calls them with."""
     name = case.op if case.op.endswith("sandwich") else "linear_update"
@@ -232,25 +244,27 @@ def test_opcheck(case, monkeypatch):
     inputs = make_inputs(case, (2, 3, 8), torch.bfloat16, gains=wide, memories=wide)
     gradients = make_gradients(case, inputs)
     calls.clear()
-    for used in some_used(len(gradients))[:2]:
+    every = some_used(len(gradients))
+    for used in every:
         run(case.fused, inputs, [g if u else None for g, u in zip(gradients, used, strict=True)])
-    assert [op for op, _ in calls] == [forward, backward, forward, backward]
+    assert [op for op, _ in calls] == [forward, backward] * len(every)
     torch.library.opcheck(*calls[0])
-    for op, arguments in (calls[1], calls[3]):
+    for op, arguments in calls[1::2]:
         detached = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
         torch.library.opcheck(op, tuple(detached))
 
 
-@main_cases
+@pytest.mark.parametrize("case", [*MAIN, *EARLIER], ids=str)
 def test_fullgraph_and_new_coefficients_compile_nothing(case):
-    """One compile for the first numbers, one for any numbers, and no more."""
+    """One compile for the first numbers, eps too, one for any numbers, and no more."""
     torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")
     inputs = make_inputs(case, (6, 16), torch.float32)
     gradients = make_gradients(case, inputs)
 
     def scaled(leaves, by):
-        return case.fused(leaves, **{k: v * by for k, v in case.factors.items()})
+        factors = {k: v * by for k, v in case.factors.items()}
+        return case.fused(leaves, **factors, eps=EPS * (1 + by))
 
     compiled = torch.compile(scaled, backend=counter, fullgraph=True)
     for by in (1.0, 0.5, 0.25, 0.0, 1.5, 2.0):

@@ -77,6 +77,20 @@ def test_same_bits_twice(case, d):
 
 
 @main_cases
+@pytest.mark.parametrize("d", [96, 20000])
+def test_autocast_changes_nothing(case, d):
+    """Neither for the kernels nor for the PyTorch path of wider rows."""
+    inputs = make_inputs(case, (65, d), torch.float32)
+    inputs[1] = inputs[1].bfloat16()
+    gradients = make_gradients(case, inputs)
+    plain = run(case.fused, inputs, gradients)
+    with torch.autocast("cuda", torch.bfloat16):
+        under = run(case.fused, inputs, gradients)
+    for a, b in zip(plain, under, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@main_cases
 def test_offsets_past_two_to_the_31(case):
     """Every row holds the same values, so the last one must come out like the first."""
     n_rows, d = (1 << 31) // 16384 + 8, 16384

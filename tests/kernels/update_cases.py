@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -159,11 +160,13 @@ def compare(
     inputs: Sequence[Tensor],
     gradients: Sequence[Tensor | None],
     needs: Sequence[bool] | None = None,
+    eps: float = EPS,
     **tolerance: float,
 ) -> None:
     """The op against the reference in float64: values, every gradient, dtypes and shapes."""
-    results, grads = run(case.fused, inputs, gradients, needs)
-    exact, exact_grads = run(case.reference, double(inputs), double(gradients), needs)
+    fused, reference = (partial(fn, eps=eps) for fn in (case.fused, case.reference))
+    results, grads = run(fused, inputs, gradients, needs)
+    exact, exact_grads = run(reference, double(inputs), double(gradients), needs)
     plain = case.reference(inputs)
     for name, y, e, p in zip(case.results, results, exact, plain, strict=True):
         assert y.dtype == p.dtype and y.shape == p.shape, f"{name}': {y.dtype} {list(y.shape)}"

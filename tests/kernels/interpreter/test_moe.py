@@ -161,6 +161,11 @@ def test_combine(dtype, d):
         compare_combine(expert_combine, combine_inputs(tokens, d, k, dtype), **COMBINE[dtype])
 
 
+@pytest.mark.parametrize("d", [24, 2050])
+def test_combine_another_eps(d):
+    compare_combine(expert_combine, combine_inputs(3, d, 2), eps=0.5, **COMBINE[torch.float32])
+
+
 def test_combine_many_tokens():
     compare_combine(expert_combine, combine_inputs(129, 24, 2), **COMBINE[torch.float32])
 
