@@ -68,6 +68,12 @@ stage environment 60 "$python" -m bench.checks environment
 stage "GPU tests" 200 "${tests[@]}" "${marked[@]}" "${spread[@]}" -k "not past_two_to"
 # Alone: each of these fills tens of GiB.
 stage "GPU tests of large offsets" 60 "${tests[@]}" "${marked[@]}" -k past_two_to
+if "$python" -c 'import hypothesis, rich, safetensors, tyro' 2>/dev/null; then
+    stage "GPU tests of the models" 90 "$python" -m pytest -q -p no:cacheprovider \
+        tests/test_model_gpu.py "${marked[@]}"
+else
+    echo "== GPU tests of the models: skipped, the trainer's packages are not there"
+fi
 stage "first launches" 90 "$python" -m bench.checks warm
 if [ "${SKIP_MEMCHECK:-0}" = 1 ]; then
     echo "== memcheck: skipped, SKIP_MEMCHECK=1"

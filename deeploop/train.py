@@ -117,7 +117,9 @@ class Trainer:
         tally = Tally(self.model, watch)
         for part in self.rounds:
             for i, (x, y) in enumerate(micros):
-                states[i] = self.accumulate(part, x, y, states[i], tally)
+                carried = self.accumulate(part, x, y, states[i], tally)
+                # Kept for the next round alone: a stream for each micro-batch is no trifle.
+                states[i] = None if part is self.rounds[-1] else carried
             self.optimize(tally)
         self.balance(tally)
         return tally
