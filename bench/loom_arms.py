@@ -3,9 +3,10 @@
     python -m bench.loom_arms --out bench/results/loom-arms.json
 
 trains `loom-tiny`, the same with one loop alone, the loop without any of LOOM's parts, and
-LOOM without each of them (--partial: other arms, too), for each seed, and prints held-out bits per byte as a Markdown table: mean, lowest and highest over the
-seeds. Runs that are whole already (in --folder) are not trained again; --jobs runs go on
-at a time, each on its share of the cores. What did not stay finite is counted.
+LOOM without each of them (--partial: other arms, too), for each seed, and prints held-out
+bits per byte as a Markdown table: mean, lowest and highest over the seeds. Runs that are
+whole already (in --folder) are not trained again; --jobs runs go on at a time, each on its
+share of the cores. What did not stay finite is counted.
 """
 
 import dataclasses
