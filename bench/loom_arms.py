@@ -12,6 +12,7 @@ share of the cores. What did not stay finite is counted.
 import dataclasses
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from typing import Any
 
 import tyro
 
+from deeploop.errors import InputError
 from deeploop.presets import LOOM_ARMS, preset
 
 
@@ -54,7 +56,8 @@ def arms(base: str, partial: bool) -> dict[str, list[str]]:
 def train(arguments: Arguments, flags: list[str], folder: Path, seed: int) -> dict[str, Any]:
     """One run in a process of its own; its summary, or why there is none."""
     summary = folder / "summary.json"
-    if not summary.exists():
+    if not whole(summary):
+        shutil.rmtree(folder, ignore_errors=True)
         threads = max(1, (os.cpu_count() or 1) // arguments.jobs)
         command = [sys.executable, "-m", "deeploop.cli", "train", *flags, "--seed", str(seed)]
         command += ["--out", str(folder), "--train.eval-every", "0", "--train.save-every", "0"]
@@ -79,6 +82,11 @@ def train(arguments: Arguments, flags: list[str], folder: Path, seed: int) -> di
         | {"residual_rms": logged[-1]["residual_rms"]}
         | {k: logged[-1][k] for k in ("router_overlap", "load_spread")}
     )
+
+
+def whole(summary: Path) -> bool:
+    """Whether a run went to its end."""
+    return summary.exists() and "val_loss" in json.loads(summary.read_text())
 
 
 def table(results: dict[str, list[dict[str, Any]]]) -> str:
@@ -108,12 +116,16 @@ def _apart(overlaps: list[list[list[float]]]) -> str:
 
 def main() -> None:
     arguments = tyro.cli(Arguments, description=__doc__)
-    preset(arguments.base)
+    try:
+        steps = arguments.steps or preset(arguments.base).train.steps
+    except InputError as error:
+        sys.exit(f"loom_arms: {error}")
+    folder = arguments.folder / f"{arguments.base}-{steps}"
     rows = arms(arguments.base, arguments.partial)
     with ThreadPoolExecutor(arguments.jobs) as pool:
         jobs = {
             (arm, seed): pool.submit(
-                train, arguments, flags, arguments.folder / f"{arm.replace(' ', '-')}-{seed}", seed
+                train, arguments, flags, folder / f"{arm.replace(' ', '-')}-{seed}", seed
             )
             for seed in range(arguments.seeds)
             for arm, flags in rows.items()

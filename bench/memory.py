@@ -9,21 +9,23 @@ allocate the model.
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
 from deeploop.config import Config
+from deeploop.errors import InputError
 from deeploop.memory import step_peak
 from deeploop.presets import preset
 
 PLANS: dict[str, dict[str, Any]] = {
-    "segments(3)": {"plan": "segments", "plan_loops": 3},
-    "last(3)": {"plan": "last", "plan_loops": 3},
-    "full": {"plan": "full"},
-    "full, each visit run again": {"plan": "full", "recompute": "visit"},
-    "full, each loop run again": {"plan": "full", "recompute": "loop"},
+    "`segments`, 3 loops": {"plan": "segments", "plan_loops": 3},
+    "`last`, 3 loops": {"plan": "last", "plan_loops": 3},
+    "`full`": {"plan": "full"},
+    "`full`, `--train.recompute visit`": {"plan": "full", "recompute": "visit"},
+    "`full`, `--train.recompute loop`": {"plan": "full", "recompute": "loop"},
 }
 
 
@@ -47,7 +49,10 @@ def cell(config: Config, plan: dict[str, Any], loops: int) -> int:
 
 def main() -> None:
     a = tyro.cli(Arguments, description=__doc__)
-    config = preset(a.name)
+    try:
+        config = preset(a.name)
+    except InputError as error:
+        sys.exit(f"memory: {error}")
     if a.micro_batch:
         size = max(a.micro_batch, config.train.batch_size)
         config = config.replace("train", micro_batch=a.micro_batch, batch_size=size)

@@ -37,7 +37,7 @@ class Piece(NamedTuple):
     carried: Stream
     loss: Tensor  # its share of the batch's mean cross-entropy, nats
     z: Tensor | None  # its share of the z-loss term: a mean over tokens, summed over visits
-    loads: tuple[Tensor, ...]  # of each MoE visit with gradient: int64 [experts]
+    loads: tuple[Tensor, ...]  # of each MoE visit, without gradient ones too: int64 [experts]
 
 
 def segments(t: TrainConfig, loops: int) -> list[Segment]:

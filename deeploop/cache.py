@@ -19,6 +19,7 @@ class KVCache:
         shape = (2, slots, batch, heads, max_len, head_dim)
         self.kv = torch.empty(shape, dtype=like.dtype, device=like.device)
         self.length = 0
+        self.loops: int | None = None  # of the chunks stored so far
 
     @property
     def slots(self) -> int:

@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import tyro
@@ -20,6 +21,7 @@ from deeploop.errors import Diverged, InputError
 from deeploop.presets import SUMMARY, preset
 
 if TYPE_CHECKING:  # torch is slow to import, and --help needs none of it
+    from deeploop.parallel import Ranks
     from deeploop.train import Trainer
 
 T = TypeVar("T")
@@ -101,7 +103,9 @@ def train(arguments: list[str]) -> int:
     found = None if parsed.resume is None else checkpoint.find(parsed.resume)
     with ranks() as place:
         console = Console(quiet=not place.lead)
-        trainer = open_run(parsed.config, console, found, place)
+        trainer = together(place, lambda: open_run(parsed.config, console, found, place))
+        if trainer is None:
+            return 2
         for line in describe(trainer):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
         if trainer.done == trainer.config.train.steps:
@@ -110,6 +114,25 @@ def train(arguments: list[str]) -> int:
     if place.lead:
         report(summary, trainer, console)
     return 128 + signal.Signals[summary["stopped_by"]] if "stopped_by" in summary else 0
+
+
+def together(place: "Ranks", build: Callable[[], "Trainer"]) -> "Trainer | None":
+    """What `build` makes, on every rank or on none; None where another rank refused.
+
+    A rank that went on alone would wait for the others, and end in a traceback.
+    """
+    trainer, refused = None, None
+    try:
+        trainer = build()
+    except InputError as error:
+        refused = error
+    if place.any(refused is not None):
+        if trainer is not None:
+            trainer.lock.close()
+        if refused is not None:
+            raise refused
+        return None
+    return trainer
 
 
 def report(summary: dict[str, Any], trainer: "Trainer", console: Console) -> None:

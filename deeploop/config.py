@@ -19,6 +19,7 @@ Arm = Literal["baseline", "deepnorm", "deeploop", "loom"]
 Plan = Literal["full", "segments", "last"]
 Recompute = Literal["none", "visit", "loop"]
 MOST, MOST_SEED = 2**31 - 1, 2**63 - 1  # of an integer field; of a seed
+MAX_EXPERTS = 512  # of sigmoid_router; importing it from there would import torch
 
 
 class Limit(NamedTuple):
@@ -27,7 +28,7 @@ class Limit(NamedTuple):
     low: float
     words: str
     open_low: bool = False
-    high: float = math.inf
+    high: float = 3e38  # what float32 holds
 
     def admits(self, value: float) -> bool:
         above = value > self.low if self.open_low else value >= self.low
@@ -176,7 +177,11 @@ class DataConfig:
 class TrainConfig:
     """One run of the trainer."""
 
-    steps: Annotated[int, _flag("passes over a batch", "--steps"), POSITIVE] = 280
+    steps: Annotated[
+        int,
+        _flag("batches; segments may step the optimizer several times on each", "--steps"),
+        POSITIVE,
+    ] = 280
     batch_size: Annotated[int, _flag("sequences per step, over all ranks"), POSITIVE] = 16
     micro_batch: Annotated[
         int, _flag("sequences per forward; 0: all of a rank's"), NOT_NEGATIVE
@@ -252,7 +257,7 @@ class Config:
 
     @classmethod
     def from_json(cls, text: str) -> "Config":
-        """The inverse of `to_json`; raises InputError on unknown or missing keys."""
+        """The inverse of `to_json`; raises InputError on unknown keys and missing parts."""
         try:
             raw = json.loads(text)
             for part in ("model", "data", "train"):
@@ -342,6 +347,8 @@ def _check_model(m: ModelConfig) -> None:
             f"model.p={m.p}: an exponent from 0 to 2 of the arms deepnorm and deeploop"
             f" (model.arm={m.arm})"
         )
+    if m.moe.experts > MAX_EXPERTS:
+        raise InputError(f"model.moe.experts={m.moe.experts}: must not exceed {MAX_EXPERTS}")
     if m.moe.experts and m.moe.top_k > m.moe.experts:
         raise InputError(
             f"model.moe.top_k={m.moe.top_k}: must not exceed model.moe.experts={m.moe.experts}"

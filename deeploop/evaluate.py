@@ -50,14 +50,16 @@ def validate(
     training = model.training
     model.eval()
     batches = val_batches(corpus.val, batch=batch, seq_len=seq_len, max_batches=limit)
-    for turn, (inputs, targets) in enumerate(batches):
-        count += int((targets != IGNORE).sum())
-        if turn % ranks.world != ranks.rank:
-            continue
-        with autocast(device, precision):
-            n = model(inputs.to(device))
-            total += linear_cross_entropy(n, model.head, targets.to(device))
-    model.train(training)
+    try:
+        for turn, (inputs, targets) in enumerate(batches):
+            count += int((targets != IGNORE).sum())
+            if turn % ranks.world != ranks.rank:
+                continue
+            with autocast(device, precision):
+                n = model(inputs.to(device))
+                total += linear_cross_entropy(n, model.head, targets.to(device))
+    finally:
+        model.train(training)
     ranks.sum_([total])
     return float(total) / count
 

@@ -78,11 +78,8 @@ class LoopLM(nn.Module):
         loops = self.config.loops if loops is None else loops
         if loops < 1:
             raise InputError(f"loops={loops}: needs at least one loop")
-        if cache is not None and loops * self.config.n_layers > cache.slots:
-            raise InputError(
-                f"loops={loops}: the cache has {cache.slots} slots, one a loop and layer; make "
-                f"it with new_cache(..., loops={loops})"
-            )
+        if cache is not None:
+            check_cache(cache, len(tokens), loops, self.config.n_layers)
         n = self.run(tokens, range(loops), cache=cache, watch=watch).n
         assert n is not None
         return n
@@ -157,6 +154,22 @@ class LoopLM(nn.Module):
         slots = c.n_layers * (c.loops if loops is None else loops)
         head_dim = c.d_model // c.n_heads
         return KVCache(slots, batch, c.n_heads, max_len, head_dim, like=self.embedding.weight)
+
+
+def check_cache(cache: KVCache, batch: int, loops: int, n_layers: int) -> None:
+    """Refuse a cache of other sizes, or filled by another number of loops."""
+    if loops * n_layers > cache.slots:
+        raise InputError(
+            f"loops={loops}: the cache has {cache.slots} slots, one a loop and layer; make it "
+            f"with new_cache(..., loops={loops})"
+        )
+    if batch != cache.kv.shape[2]:
+        raise InputError(f"tokens: {batch} sequences, but the cache is for {cache.kv.shape[2]}")
+    if cache.length and cache.loops != loops:
+        raise InputError(
+            f"loops={loops}: the cache was filled by {cache.loops} loops; go on with those"
+        )
+    cache.loops = loops
 
 
 def feed_forward(config: ModelConfig) -> SwiGLU | MoE:

@@ -93,6 +93,7 @@ class Tally:
         self.model, self.watching = model, watching
         self.losses: dict[int, Tensor] = {}  # by the loop a segment ends at
         self.z: Tensor | None = None
+        self.z_visits: dict[int, int] = {}  # with gradient, in the segment that ends there
         self.loads: Tensor | None = None  # int64 [loops, n_layers, experts]
         self.rms: list[Tensor] = []
         self.seen: set[Segment] = set()
@@ -109,7 +110,9 @@ class Tally:
         end = segment.loops.stop
         self.losses[end] = self.losses.get(end, 0) + piece.loss
         if piece.z is not None:
+            visits = len(segment.loops) * self.model.config.n_layers
             self.z = piece.z if self.z is None else self.z + piece.z
+            self.z_visits[end] = visits
         if piece.loads:
             c = self.model.config
             loads = torch.stack(piece.loads).view(-1, c.n_layers, c.moe.experts)
@@ -128,7 +131,13 @@ class Tally:
         return torch.stack(list(self.losses.values())).sum()
 
     def figures(self) -> dict[str, Any]:
-        """What is logged; waits for the device. loss is the last segment's, in nats."""
+        """What is logged; waits for the device.
+
+        loss is the last segment's, in nats per token: with a step per segment the
+        optimizer has by then stepped on this very batch, so that plans compare by
+        held-out loss alone. grad_norm is that of the last step, before clipping; z the
+        mean over visits of the z-loss term, without its weight.
+        """
         losses = [loss.item() for loss in self.losses.values()]
         found: dict[str, Any] = {
             "loss": losses[-1],
@@ -138,8 +147,7 @@ class Tally:
         if len(losses) > 1:
             found["segment_losses"] = losses
         if self.z is not None:
-            assert self.loads is not None
-            found["z"] = self.z.item() / self.loads.shape[:2].numel()  # a visit's
+            found["z"] = self.z.item() / sum(self.z_visits.values())
         if self.loads is not None:
             found["router_overlap"] = overlap(self.loads).tolist()
             found["load_spread"] = spread(self.loads).tolist()

@@ -7,7 +7,7 @@
 counts each storage that any operator returns until the last tensor on it is gone. Under
 torch's FakeTensorMode nothing is allocated, so that a model of any size is counted on
 any machine (`step_peak`). What an operator allocates and frees within itself is not
-seen, nor is what the allocator keeps for later.
+seen, nor is what the allocator keeps for later, nor a storage's growth by resize_.
 """
 
 import weakref
@@ -64,7 +64,9 @@ def step_peak(config: Config, device: str = "cpu") -> int:
     """Peak bytes of a training step of one micro-batch, from its second step on; none allocated.
 
     Counts weights, gradients, AdamW's moments and activations, of `train.micro_batch`
-    sequences (or the whole batch) under the run's plan and precision.
+    sequences (or the whole batch) under the run's plan and precision. With a step per
+    segment each further micro-batch of an accumulated batch also keeps its stream and
+    global memory between segments, which is not counted.
     """
     t, m = config.train, config.model
     rows = t.micro_batch or t.batch_size

@@ -170,8 +170,9 @@ class MoE(nn.Module):
         return Routed(rows, slots, weights, shared, z, load)
 
     def capacity(self, n_tokens: int) -> int | None:
-        """Slots an expert keeps of one micro-batch; None where there is no limit."""
-        if not self.training or self.capacity_factor <= 0:
+        """Slots an expert keeps of one micro-batch; None where it can get no more than that."""
+        share = self.capacity_factor * self.top_k / self.down.shape[0]  # of the tokens
+        if not self.training or not 0 < share < 1:
             return None
         return max(1, int(self.capacity_factor * n_tokens * self.top_k / self.down.shape[0]))
 

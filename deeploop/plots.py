@@ -18,7 +18,9 @@ def loss(metrics: list[dict[str, Any]], floors: dict[str, float], path: Path) ->
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     _segments(axes, metrics)
-    for key, label in (("loss", "training"), ("val_loss", "held out")):
+    count = max((len(m.get("segment_losses", [])) for m in metrics), default=0)
+    last = f"training, segment {count} (last)" if count else "training"
+    for key, label in (("loss", last), ("val_loss", "held out")):
         points = [(m["step"], m[key]) for m in metrics if key in m]
         if points:
             axes.plot(
@@ -36,9 +38,13 @@ def loss(metrics: list[dict[str, Any]], floors: dict[str, float], path: Path) ->
 def _segments(axes: Any, metrics: list[dict[str, Any]]) -> None:
     """Losses of the segments before the last, faintly."""
     lines = [m for m in metrics if "segment_losses" in m]
-    for i in range(len(lines[-1]["segment_losses"]) - 1 if lines else 0):
+    count = len(lines[-1]["segment_losses"]) if lines else 0
+    lines = [m for m in lines if len(m["segment_losses"]) == count]
+    for i in range(count - 1):
         points = [(m["step"], m["segment_losses"][i]) for m in lines]
-        axes.plot(*zip(*points, strict=True), linewidth=0.8, alpha=0.5, label=f"segment {i + 1}")
+        axes.plot(
+            *zip(*points, strict=True), linewidth=0.8, alpha=0.5, label=f"training, segment {i + 1}"
+        )
 
 
 def loops(metrics: list[dict[str, Any]], path: Path) -> None:
@@ -58,6 +64,7 @@ def loops(metrics: list[dict[str, Any]], path: Path) -> None:
         image = panels[2].imshow(lines[-1]["router_overlap"], vmin=0, vmax=1, extent=edges)
         figure.colorbar(image, ax=panels[2])
         panels[2].set_xlabel("loop")
+        panels[2].set_ylabel("loop")
     _save(figure, path)
 
 
@@ -66,6 +73,7 @@ def _by_loop(axes: Any, lines: list[dict[str, Any]], key: str, title: str) -> No
     from matplotlib import colormaps
 
     count = len(lines[-1][key])
+    lines = [m for m in lines if len(m.get(key, [])) == count]
     for loop in range(count):
         shade = colormaps["viridis"](loop / max(1, count - 1))
         points = [(m["step"], m[key][loop]) for m in lines]

@@ -193,7 +193,7 @@ def presets() -> dict[str, Config]:
 
 SUMMARY = (
     "deeploop-tiny, gpt2-{small,medium}-r{1,3,5,7}-{baseline,deeploop}, "
-    "loom-{tiny,100m,329m,1.7b,700m-isoflop-h1..6}, each of these also with "
+    "loom-{tiny,100m,329m,1.7b,700m-isoflop-h1..6}, each loom also with "
     "-released or an arm of the ablation: " + ", ".join(f"-{arm}" for arm in LOOM_ARMS)
 )
 

@@ -82,8 +82,14 @@ def describe(trainer: Trainer) -> list[str]:
 def describe_plan(trainer: Trainer) -> str:
     """How far gradients go, how often the optimizer steps, what is run again."""
     t, steps = trainer.config.train, len(trainer.rounds)
-    size = {"full": "", "segments": f" of {t.plan_loops} loops", "last": f" {t.plan_loops} loops"}
-    said = f"{t.plan}{size[t.plan]}, {steps} optimizer step{'s' if steps > 1 else ''} a batch"
+    loops = trainer.config.model.loops
+    spans = [f"{s.loops.start + 1}-{s.loops.stop}" for part in trainer.rounds for s in part]
+    said = {
+        "full": "full",
+        "segments": f"segments: loops {', '.join(spans)}",
+        "last": f"last: gradients through loops {spans[0]} of {loops}",
+    }[t.plan]
+    said += f"; {steps} optimizer step{'s' if steps > 1 else ''} a batch"
     if t.recompute != "none":
         said += f", each {t.recompute} run again in backward"
     return said + (f", {trainer.ranks.world} ranks" if trainer.ranks.world > 1 else "")
@@ -102,7 +108,7 @@ def check_same(wanted: Config, found: checkpoint.Checkpoint) -> None:
     new = {entry.name: entry.value for entry in entries(wanted)}
     for name, value, *_ in entries(found.config):
         part, _, field = name.partition(".")
-        free = name == "preset" or (part == "train" and field in FREE)
+        free = name in ("preset", "model.moe.backend") or (part == "train" and field in FREE)
         if new[name] != value and not free:
             raise InputError(
                 f"{name}={new[name]}: the checkpoint {found.path} was trained with "

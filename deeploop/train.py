@@ -7,6 +7,7 @@ import contextlib
 import math
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -34,6 +35,7 @@ from deeploop.parallel import Ranks
 from deeploop.visits import Stream
 
 SAMPLE_PROMPT, SAMPLE_TOKENS = 32, 200
+PATIENCE = 2.0  # seconds after a signal before a second SIGINT means it
 
 
 class Trainer:
@@ -72,7 +74,10 @@ class Trainer:
 
     def restore(self, found: checkpoint.Checkpoint) -> None:
         checkpoint.load_model(found, self.model)
+        fresh = [dict(group) for group in self.optimizer.param_groups]
         checkpoint.load_optimizer(found, self.optimizer)
+        for group, wanted in zip(self.optimizer.param_groups, fresh, strict=True):
+            group |= {name: wanted[name] for name in ("weight_decay", "betas")}
         self.done = found.step
 
     def fit(self) -> dict[str, Any]:
@@ -152,6 +157,7 @@ class Trainer:
             return
         for moe, load in zip(experts, tally.loads.sum(0), strict=True):
             balance_(moe.bias, load * ~self.bad, lr)
+            self.bad |= ~torch.isfinite(moe.bias).all()  # it steers the choice: no loss would tell
 
     def batch(self) -> tuple[Tensor, Tensor]:
         t = self.config.train
@@ -188,6 +194,7 @@ class Trainer:
 
     def evaluate(self) -> float:
         """Validate and write it down; returns nats per held-out token."""
+        self.check_finite()
         t = self.config.train
         with self.speed.paused():
             loss = validate(
@@ -259,6 +266,7 @@ class Trainer:
         self.model.eval()
         with autocast(self.device, self.config.train.precision):
             tokens = sample(self.model, prompt[None], SAMPLE_TOKENS, temperature=0.8)
+        self.model.train()
         return tokenizer.decode(tokens[0].tolist())
 
 
@@ -269,11 +277,19 @@ def due(step: int, every: int, last: int) -> bool:
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM, so that a step ends whole; a second one interrupts at once."""
+    """Collect SIGINT and SIGTERM, so that a step ends whole.
+
+    A second SIGINT interrupts at once, but not one that comes on the heels of the first:
+    torchrun sends its ranks a SIGINT, then a SIGTERM, and timeout sends both to both.
+    """
     got: list[int] = []
+    first = 0.0
 
     def note(number: int, frame: object) -> None:
-        if got:
+        nonlocal first
+        if not got:
+            first = time.monotonic()
+        elif number == signal.SIGINT and time.monotonic() - first > PATIENCE:
             raise KeyboardInterrupt
         got.append(number)
 

@@ -58,6 +58,7 @@ def train_one(run: Config, place: Ranks, dtype: torch.dtype) -> dict:
         "weights": {n: p.detach() for n, p in trainer.model.named_parameters()},
         "biases": [m.bias for m in moes],
         "loads": tally.loads,
+        "z": tally.z,
         "grad_norm": tally.grad_norm,
         "validation": trainer_validation(trainer),
     }

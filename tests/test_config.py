@@ -56,6 +56,9 @@ def test_unknown_and_missing_keys_are_refused():
         ("model.moe", "capacity_factor", -0.5),
         ("model.moe", "z_loss", float("inf")),
         ("model.loom", "strength", 0.0),
+        ("model.loom", "strength", 1e308),
+        ("train", "lr", 10**400),
+        ("model.moe", "experts", 513),
         ("model.loom", "decay", 1.0),
     ],
 )

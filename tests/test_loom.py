@@ -9,6 +9,7 @@ from loom_cases import build, plain_loom, plain_moe, small
 from plain_model import plain_attention, plain_swiglu, rms_norm
 
 from deeploop import scaling
+from deeploop.errors import InputError
 from deeploop.kernels import looping_update_two
 from deeploop.kernels import two_memory_coefficients as by_two
 from deeploop.layers import Attention
@@ -186,6 +187,18 @@ def test_cache_on_equals_cache_off(reading, cuts):
     cache = model.new_cache(batch=2, max_len=16)
     parts = [model(part, cache=cache) for part in x.split(cuts, dim=1)]
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-9, atol=1e-9)
+
+
+def test_a_cache_that_does_not_fit_is_refused():
+    model, x = build(small()).eval(), tokens()
+    with pytest.raises(InputError, match=r"loops=5: the cache has 6 slots"):
+        model(x, loops=5, cache=model.new_cache(2, 16))
+    with pytest.raises(InputError, match="1 sequences, but the cache is for 2"):
+        model(x[:1], cache=model.new_cache(2, 16))
+    cache = model.new_cache(2, 16)
+    model(x[:, :4], loops=2, cache=cache)
+    with pytest.raises(InputError, match="filled by 2 loops"):
+        model(x[:, 4:], loops=3, cache=cache)
 
 
 def test_no_token_sees_its_future():

@@ -73,6 +73,7 @@ def test_two_ranks_are_one(runs, plan, micro, dtype):
             for name, weight in one["weights"].items():
                 torch.testing.assert_close(two["weights"][name], weight, **close)
             torch.testing.assert_close(two["grad_norm"], one["grad_norm"], **close)
+            torch.testing.assert_close(two["z"], one["z"], **close)
             assert torch.equal(two["loads"], one["loads"])
             assert all(map(torch.equal, two["biases"], one["biases"]))
     for name, weight in first["weights"].items():
@@ -119,7 +120,5 @@ def test_a_run_of_two_ranks_leaves_one_folder_and_goes_on(config, tmp_path):
 def test_a_folder_in_use_is_refused_by_the_ranks_together(config, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "mine").write_text("")
-    lead, other = start_ranks(command(config, "--steps", "3"))
-    assert "already exists" in lead.communicate(timeout=120)[0] and lead.returncode == 2
-    other.kill()  # as torchrun does
-    other.communicate()
+    lead, other = finish(start_ranks(command(config, "--steps", "3")), code=2)
+    assert "already exists" in lead and other.strip() == ""

@@ -114,6 +114,22 @@ def test_the_log_holds_what_looms_figures_show(loom, quiet, tmp_path):
     assert (tmp_path / "run" / "loops.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("plan", ["full", "segments", "last"])
+def test_z_is_a_visits_mean_under_every_plan(loom, quiet, tmp_path, plan):
+    trainer = open_run(loom.replace("train", plan=plan), quiet)
+    model, (inputs, _) = trainer.model, trainer.batch()
+    ahead = range(2) if plan == "last" else range(0)  # which have no z of their own
+    with torch.no_grad():
+        parts = [model.run(x, range(4)).z - (model.run(x, ahead).z if ahead else 0)
+                 for x in inputs.split(2)]  # fmt: skip
+    wanted = torch.stack(parts).mean() / (4 - len(ahead))
+    frozen = trainer.optimizer.step
+    trainer.optimizer.step = lambda: None
+    found = trainer.step(watch=True).figures()["z"]
+    trainer.optimizer.step = frozen
+    assert found == pytest.approx(wanted.item(), rel=1e-4)
+
+
 def test_overlap_and_spread_of_known_loads():
     loads = torch.tensor([[[4, 0, 0, 0]], [[0, 4, 0, 0]], [[1, 1, 1, 1]], [[8, 0, 0, 0]]])
     matrix = overlap(loads)
@@ -125,21 +141,56 @@ def test_overlap_and_spread_of_known_loads():
 def test_a_nan_in_a_segment_stops_with_its_visit_named(loom, quiet, tmp_path):
     """The router of loop 3 is touched by the second segment alone."""
     trainer = open_run(loom, quiet)
-    whole = trainer.step
+    whole, before = trainer.step, []
 
     def poisoned(watch):
         if trainer.done == 12:
             experts(trainer).routers[2].data[:] = math.nan
+            before.append(experts(trainer).bias.clone())
         return whole(watch)
 
     trainer.step = poisoned
     with pytest.raises(Diverged, match=r"loop 3, sublayer 2 \(MoE\).*step_000010"):
         trainer.fit()
+    assert torch.equal(experts(trainer).bias, before[0])  # nor did loads move it on
     found = checkpoint.find(str(tmp_path / "run"))
     assert found.step == 10
     again = open_run(found.config.replace("train", out=str(tmp_path / "again")), quiet, found)
     assert all(torch.isfinite(x).all() for x in again.model.state_dict().values())
     assert again.fit()["step"] == 20
+
+
+def test_a_nan_in_a_bias_stops_the_run(loom, quiet):
+    trainer = open_run(loom, quiet)
+    experts(trainer).bias[0] = math.nan
+    with pytest.raises(Diverged):
+        trainer.fit()
+
+
+def test_resume_takes_the_new_decay_and_betas(loom, quiet, tmp_path):
+    open_run(loom, quiet).fit()
+    found = checkpoint.find(loom.train.out)
+    changed = loom.replace("train", weight_decay=0.7, beta1=0.5, out=str(tmp_path / "on"))
+    groups = open_run(changed, quiet, found).optimizer.param_groups
+    assert [g["weight_decay"] for g in groups] == [0.7, 0.0]
+    assert all(g["betas"] == (0.5, 0.95) for g in groups)
+
+
+def test_held_out_loss_drops_no_token(loom, quiet):
+    """Whatever the capacity: a drop would look at later tokens and other sequences."""
+    losses = set()
+    for factor in (0.0, 0.1):
+        trainer = open_run(
+            loom.replace("model.moe", capacity_factor=factor).replace(
+                "train", out=f"{loom.train.out}-{factor}"
+            ),
+            quiet,
+        )
+        trainer.metrics = type("Nowhere", (), {"write": lambda self, **values: None})()
+        trainer.live = type("Silent", (), {"say": lambda self, text: None})()
+        losses.add(trainer.evaluate())
+        assert trainer.model.training
+    assert len(losses) == 1
 
 
 def test_other_experts_than_the_checkpoints_are_refused_by_name(loom, quiet):
