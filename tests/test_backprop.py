@@ -179,9 +179,8 @@ def test_the_z_loss_is_in_the_loss():
     (bare_loss,), without = run(*bare)
     assert torch.equal(loss, bare_loss)
     s = model.run(x, range(1))
-    terms = torch.autograd.grad(
-        0.1 * s.z / 2, [sub.branch.routers[0] for sub in model.sublayers[1::2]]
-    )
+    routers = [sublayer.branch.routers[0] for sublayer in model.sublayers[1::2]]
+    terms = torch.autograd.grad(0.1 * s.z, routers)
     for i, term in zip((1, 3), terms, strict=True):
         name = f"sublayers.{i}.branch.routers.0"
         torch.testing.assert_close(with_z[name] - without[name], term, rtol=1e-6, atol=1e-12)
