@@ -51,6 +51,12 @@ def segments(t: TrainConfig, loops: int) -> list[Segment]:
     ]
 
 
+def rounds(t: TrainConfig, loops: int) -> list[list[Segment]]:
+    """The plan's segments, in groups with an optimizer step behind each."""
+    plan = segments(t, loops)
+    return [[s] for s in plan] if t.step_per == "segment" else [plan]
+
+
 def backward(
     model: LoopLM,
     config: Config,

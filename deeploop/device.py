@@ -34,6 +34,14 @@ def computes_in_bf16(device: torch.device) -> bool:
     return any(getattr(torch.cpu, name, bool)() for name in probes)
 
 
+def autocast_dtype(x: torch.Tensor) -> torch.dtype:
+    """What autocast, where it is on, would hand to a GEMM in the place of x; else x's own."""
+    kind = x.device.type
+    if x.dtype == torch.float64 or not torch.amp.is_autocast_available(kind):
+        return x.dtype
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
 def peak_memory(device: torch.device) -> float:
     """GiB: the device's peak allocation, or on a CPU the process's peak resident size."""
     if device.type == "cuda":

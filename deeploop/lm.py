@@ -21,6 +21,7 @@ from torch.utils.checkpoint import (
 
 from deeploop.cache import KVCache
 from deeploop.config import ModelConfig, Recompute
+from deeploop.device import autocast_dtype
 from deeploop.errors import InputError
 from deeploop.layers import Attention, Place, SwiGLU, rope_tables
 from deeploop.moe import MoE, copy_router
@@ -100,8 +101,7 @@ class LoopLM(nn.Module):
         or loop but its inputs, and runs it again in backward; experts are not chosen again.
         """
         x = self.embed(tokens)
-        auto = torch.is_autocast_enabled(x.device.type)
-        dtype = torch.get_autocast_dtype(x.device.type) if auto else x.dtype
+        dtype = autocast_dtype(x)
         cos, sin = self.rope(tokens, cache, dtype)
         c, gain = self.config, self.sublayers[0].gain_in
 

@@ -77,11 +77,11 @@ def step_peak(config: Config, device: str = "cpu") -> int:
         for _ in range(2):  # the moments are made in the first
             live.peak = live.now
             carried: Stream | None = None
-            for segment in backprop.segments(t, m.loops):
-                carried = backprop.backward(
-                    model, config, segment, tokens, tokens, carried, None
-                ).carried
-                if t.step_per == "segment" or segment.loops.stop == m.loops:
-                    step_if_finite(optimizer, clip_gradients(model, t.clip), t.lr)
-                    optimizer.zero_grad(set_to_none=True)
+            for part in backprop.rounds(t, m.loops):
+                for segment in part:
+                    carried = backprop.backward(
+                        model, config, segment, tokens, tokens, carried, None
+                    ).carried
+                step_if_finite(optimizer, clip_gradients(model, t.clip), t.lr)
+                optimizer.zero_grad(set_to_none=True)
         return live.peak

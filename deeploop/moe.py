@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from deeploop import experts, megablocks
+from deeploop.device import autocast_dtype
 from deeploop.errors import InputError
 from deeploop.kernels import sigmoid_router
 from deeploop.layers import SwiGLU
@@ -153,7 +154,7 @@ class MoE(nn.Module):
 
         The matrix, and not the loop's number, so that one compiled graph serves every loop.
         """
-        n = as_autocast(n)
+        n = n.to(autocast_dtype(n))
         weights, indices, load, z = sigmoid_router(n, router, self.bias, self.top_k)
         shared = None if self.shared is None else self.shared(n, None)
         cap = self.capacity(weights.shape[0])
@@ -175,14 +176,6 @@ class MoE(nn.Module):
         if not self.training or not 0 < share < 1:
             return None
         return max(1, int(self.capacity_factor * n_tokens * self.top_k / self.down.shape[0]))
-
-
-def as_autocast(n: Tensor) -> Tensor:
-    """n in the dtype that autocast, where it is on, would hand to a GEMM."""
-    kind = n.device.type
-    if n.dtype == torch.float64 or not torch.amp.is_autocast_available(kind):
-        return n
-    return n.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else n
 
 
 def copy_router(moe: MoE) -> None:

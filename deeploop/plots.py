@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from deeploop.disk import atomic_file
@@ -18,7 +19,7 @@ def loss(metrics: list[dict[str, Any]], floors: dict[str, float], path: Path) ->
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     _segments(axes, metrics)
-    count = max((len(m.get("segment_losses", [])) for m in metrics), default=0)
+    count = _alike(metrics, "segment_losses")[1]
     last = f"training, segment {count} (last)" if count else "training"
     for key, label in (("loss", last), ("val_loss", "held out")):
         points = [(m["step"], m[key]) for m in metrics if key in m]
@@ -35,11 +36,15 @@ def loss(metrics: list[dict[str, Any]], floors: dict[str, float], path: Path) ->
     _save(figure, path)
 
 
+def _alike(metrics: list[dict[str, Any]], key: str) -> tuple[list[dict[str, Any]], int]:
+    """The lines with as many values under key as the newest that has any, and how many."""
+    count = next((len(m[key]) for m in reversed(metrics) if key in m), 0)
+    return [m for m in metrics if key in m and len(m[key]) == count], count
+
+
 def _segments(axes: Any, metrics: list[dict[str, Any]]) -> None:
     """Losses of the segments before the last, faintly."""
-    lines = [m for m in metrics if "segment_losses" in m]
-    count = len(lines[-1]["segment_losses"]) if lines else 0
-    lines = [m for m in lines if len(m["segment_losses"]) == count]
+    lines, count = _alike(metrics, "segment_losses")
     for i in range(count - 1):
         points = [(m["step"], m["segment_losses"][i]) for m in lines]
         axes.plot(
@@ -70,10 +75,7 @@ def loops(metrics: list[dict[str, Any]], path: Path) -> None:
 
 def _by_loop(axes: Any, lines: list[dict[str, Any]], key: str, title: str) -> None:
     """One line a loop, over the steps."""
-    from matplotlib import colormaps
-
-    count = len(lines[-1][key])
-    lines = [m for m in lines if len(m.get(key, [])) == count]
+    lines, count = _alike(lines, key)
     for loop in range(count):
         shade = colormaps["viridis"](loop / max(1, count - 1))
         points = [(m["step"], m[key][loop]) for m in lines]

@@ -18,7 +18,7 @@ from rich.console import Console
 from torch import Tensor
 
 from deeploop import checkpoint, run
-from deeploop.backprop import Segment, backward, segments
+from deeploop.backprop import Segment, backward, rounds
 from deeploop.config import Config
 from deeploop.data import Corpus
 from deeploop.device import device_name, peak_memory
@@ -63,9 +63,7 @@ class Trainer:
                 sublayer.branch.compile()
         self.rows = ranks.rows(config.train.batch_size)
         self.micro = config.train.micro_batch or len(self.rows)
-        plan = segments(config.train, config.model.loops)
-        # Segments between two optimizer steps.
-        self.rounds = [[s] for s in plan] if config.train.step_per == "segment" else [plan]
+        self.rounds = rounds(config.train, config.model.loops)
         self.lock = contextlib.ExitStack()  # what holds the folder; let go when fit ends
         self.done = 0
         self.validated = -1, math.nan  # at which step, to how many nats per token

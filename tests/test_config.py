@@ -2,8 +2,9 @@ import json
 
 import pytest
 
-from deeploop.config import Config, ModelConfig, TrainConfig, entries
+from deeploop.config import MAX_EXPERTS, Config, ModelConfig, TrainConfig, entries
 from deeploop.errors import InputError
+from deeploop.kernels.sigmoid_router import MAX_EXPERTS as sigmoid_router_limit
 from deeploop.presets import preset, presets
 
 
@@ -111,6 +112,11 @@ def test_every_number_but_the_free_exponent_has_a_limit():
     for entry in entries(Config()):
         if entry.kind in (int, float):
             assert entry.limit is not None, entry.name
+
+
+def test_as_many_experts_as_the_router_takes():
+    """The number stands twice, for the configuration must not import torch."""
+    assert sigmoid_router_limit == MAX_EXPERTS
 
 
 def test_what_fields_allow_together():
