@@ -15,30 +15,26 @@ weights, router and updates:
 
 All must agree before anything is timed. On a CPU the ratio depends on what else runs and
 on page faults: the load average before the first call and the faults of one call are part
-of the record. Two gradients of 64 and 32 MB are fresh memory at every step, 24,000 faults
-in pages of 4 KB, while the loop's small matrices come back from the heap; so PyTorch is
-told to use huge pages where the system offers them, for everyone.
+of the record. Freed memory stays in the process, for everyone, as `deeploop train` has it.
 """
 
 import os
-import statistics
-
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # read at the first allocation
-
 import resource
+import statistics
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from bench.timing import interleaved, peak_of, ratio, relative_error, spread
-from deeploop.device import computes_in_bf16, device_name, pick_device
+from deeploop.device import computes_in_bf16, device_name, keep_freed_memory, pick_device
 from deeploop.errors import InputError
 from deeploop.evaluate import autocast
 from deeploop.kernels import branch_sandwich, expert_combine, sigmoid_router
 from deeploop.moe import MoE
 
 DEVICE = pick_device("auto")
+keep_freed_memory()
 EXPERTS, TOP_K, D_MODEL, D_EXPERT = 32, 6, 512, 512
 SCALE = 0.1
 # On CUDA the host has to be waited for in the loop; more tokens show the GEMMs.

@@ -97,9 +97,11 @@ def train(arguments: list[str]) -> int:
         print(parsed.config.to_json(), end="")
         return 0
     from deeploop import checkpoint
+    from deeploop.device import keep_freed_memory
     from deeploop.parallel import ranks
     from deeploop.start import describe, open_run
 
+    keep_freed_memory()
     found = None if parsed.resume is None else checkpoint.find(parsed.resume)
     with ranks() as place:
         console = Console(quiet=not place.lead)
