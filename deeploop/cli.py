@@ -217,7 +217,12 @@ def data(arguments: list[str]) -> int:
     from deeploop.data import prepare
 
     meta = prepare(**dataclasses.asdict(a))
-    print(f"{a.out}: {meta}")
+    tokens = meta["tokens"]
+    print(
+        f"{a.out}: {len(meta['shards'])} shards, {tokens['train']:,} training and "
+        f"{tokens['val']:,} held-out tokens of a vocabulary of {meta['vocab_size']:,}; "
+        f"go on with: deeploop train --data {a.out}"
+    )
     return 0
 
 

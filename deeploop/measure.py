@@ -11,6 +11,7 @@ from torch import Tensor
 
 from deeploop.backprop import Piece, Segment
 from deeploop.lm import LoopLM, Watch
+from deeploop.moe import MoE
 from deeploop.parallel import Ranks
 from deeploop.visits import Visit
 
@@ -95,6 +96,7 @@ class Tally:
         self.z: Tensor | None = None
         self.z_visits: dict[int, int] = {}  # with gradient, in the segment that ends there
         self.loads: Tensor | None = None  # int64 [loops, n_layers, experts]
+        self.dropped: Tensor | None = None  # slots over their expert's capacity
         self.rms: list[Tensor] = []
         self.seen: set[Segment] = set()
         self.grad_norm = torch.zeros(())
@@ -106,7 +108,8 @@ class Tally:
         self.seen.add(segment)
         return watch_loops(self.rms, self.model)
 
-    def add(self, segment: Segment, piece: Piece) -> None:
+    def add(self, segment: Segment, piece: Piece, n_tokens: int) -> None:
+        """Count what a segment left of one micro-batch of n_tokens."""
         end = segment.loops.stop
         self.losses[end] = self.losses.get(end, 0) + piece.loss
         if piece.z is not None:
@@ -119,12 +122,16 @@ class Tally:
             if self.loads is None:
                 self.loads = loads.new_zeros(c.loops, *loads.shape[1:])
             self.loads[end - len(loads) : end] += loads
+            cap = next(m.capacity(n_tokens) for m in self.model.modules() if isinstance(m, MoE))
+            if cap is not None:
+                over = (loads - cap).clamp_min(0).sum()
+                self.dropped = over if self.dropped is None else self.dropped + over
 
     def gather(self, ranks: Ranks) -> None:
         """Sum over the ranks what each saw of the batch."""
         z = [] if self.z is None else [self.z]
-        loads = [] if self.loads is None else [self.loads]
-        ranks.sum_([*self.losses.values(), *z, *loads])
+        counts = [x for x in (self.loads, self.dropped) if x is not None]
+        ranks.sum_([*self.losses.values(), *z, *counts])
 
     def total(self) -> Tensor:
         """Sum of the segments' losses."""
@@ -151,6 +158,8 @@ class Tally:
         if self.loads is not None:
             found["router_overlap"] = overlap(self.loads).tolist()
             found["load_spread"] = spread(self.loads).tolist()
+        if self.loads is not None and self.dropped is not None:
+            found["dropped"] = (self.dropped / self.loads.sum()).item()
         return found
 
 

@@ -75,8 +75,28 @@ def describe(trainer: Trainer) -> list[str]:
         f"attention: PyTorch{experts}; loss: chunked cross-entropy"
         f"{'; branches compiled' if c.train.compile else ''}",
         f"plan     {describe_plan(trainer)}",
+        *(f"unused   {name}" for name in without_effect(c)),
         f"run      {trainer.folder}",
     ]
+
+
+def without_effect(config: Config) -> list[str]:
+    """Fields that were set, though another field leaves nothing for them to act on."""
+    m, t = config.model, config.train
+    idle = {
+        "model.loom.": (m.loom, m.arm != "loom", f"model.arm={m.arm}"),
+        "model.moe.": (m.moe, not m.moe.experts, "model.moe.experts=0"),
+    }
+    said = [
+        f"{e.name}={e.value}: no effect with {why}"
+        for prefix, (part, off, why) in idle.items()
+        if off
+        for e, own in zip(entries(part, prefix), entries(type(part)()), strict=True)
+        if e.value != own.value
+    ]
+    if t.plan == "full" and t.plan_loops != type(t)().plan_loops:
+        said.append(f"train.plan_loops={t.plan_loops}: no effect with train.plan=full")
+    return said
 
 
 def describe_plan(trainer: Trainer) -> str:

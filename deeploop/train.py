@@ -133,7 +133,7 @@ class Trainer:
         """Gradients of some segments on one micro-batch."""
         for segment in part:
             piece = backward(self.model, self.config, segment, x, y, carried, tally.watch(segment))
-            tally.add(segment, piece)
+            tally.add(segment, piece, x.numel())
             carried = piece.carried
         return carried
 

@@ -12,7 +12,7 @@ from deeploop.errors import Diverged, InputError
 from deeploop.measure import overlap, spread
 from deeploop.moe import MoE
 from deeploop.optim import learning_rate
-from deeploop.start import describe, open_run
+from deeploop.start import describe, open_run, without_effect
 
 
 @pytest.fixture
@@ -112,6 +112,28 @@ def test_the_log_holds_what_looms_figures_show(loom, quiet, tmp_path):
         assert m["z"] > 0
     assert logged[-1]["loss"] < logged[0]["loss"]
     assert (tmp_path / "run" / "loops.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("plan", ["full", "segments", "last"])
+def test_dropped_slots_are_those_that_weigh_nothing(loom, quiet, plan):
+    """In every loop and micro-batch, the loops without gradient among them."""
+    config = loom.replace("train", plan=plan).replace("model.moe", capacity_factor=0.75)
+    trainer = open_run(config, quiet)
+    moe, seen = experts(trainer), []
+    moe.register_forward_hook(lambda _, __, routed: seen.append((routed.slots < 0).float().mean()))
+    figures = trainer.step(watch=True).figures()
+    assert len(seen) == 8  # loops x micro-batches
+    share = torch.stack(seen).mean().item()
+    assert share > 0.1 and figures["dropped"] == pytest.approx(share, abs=1e-6)
+
+
+def test_settings_that_nothing_acts_on_are_named(loom, quiet):
+    config = loom.replace("model", arm="baseline").replace("model.loom", decay=0.25)
+    config = config.replace("train", plan="full")
+    names = ["model.loom.decay=0.25", "train.plan_loops=2"]
+    assert [line.partition(":")[0] for line in without_effect(config)] == names
+    assert all(line in "\n".join(describe(open_run(config, quiet))) for line in names)
+    assert without_effect(loom) == []
 
 
 @pytest.mark.parametrize("plan", ["full", "segments", "last"])
