@@ -46,10 +46,11 @@ from deeploop.kernels import rows
 from deeploop.parallel import Ranks
 from deeploop.shards import ArraySegment, TokenStream
 from deeploop.spans import PARTS, span
-from deeploop.telemetry import columns, reader, sampled
+from deeploop.telemetry import Sample, columns, reader, sampled
 from deeploop.tokenizer import load_tokenizer
 from deeploop.train import Trainer
 
+PAGE = "profile.png"  # written last
 WINDOWS = 64  # sequences of random tokens; steps go round them
 HISTORY = 1_000_000  # newest changes of the allocator that its history keeps
 
@@ -67,7 +68,7 @@ class Steps(NamedTuple):
 
 
 def open_profile(config: Config, steps: Steps, console: Console, ranks: Ranks) -> Trainer:
-    """The trainer to profile, its folder chosen but nothing written.
+    """The trainer to profile, its folder held.
 
     Raises InputError on what `train` refuses, and on fewer than one step of a kind.
     """
@@ -80,7 +81,21 @@ def open_profile(config: Config, steps: Steps, console: Console, ranks: Ranks) -
     # With as many steps as there will be: the learning rate is a function of them.
     config = config.replace("train", steps=steps.total, out=name)
     folder = run.choose(config) if ranks.lead else Path(name)
-    return Trainer(config, corpus, {}, folder, console, ranks)
+    trainer = Trainer(config, corpus, {}, folder, console, ranks)
+    if ranks.lead:
+        trainer.lock.enter_context(held(folder))
+    return trainer
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Hold a new folder; leave none behind where no profile came of it."""
+    with run.claimed(folder, new=True):
+        try:
+            yield
+        finally:
+            if not (folder / PAGE).exists():
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def random_corpus(config: Config) -> Corpus:
@@ -98,7 +113,8 @@ def profile(trainer: Trainer, steps: Steps) -> dict[str, Any]:
 
     Every rank takes the same steps; the first alone writes, and returns figures.
     """
-    with folder_of(trainer) as folder:
+    folder = trainer.folder
+    with trainer.lock:
         advance(trainer, steps.warmup)
         telemetry = reader(trainer.device)
         with sampled(telemetry) as samples:
@@ -106,7 +122,7 @@ def profile(trainer: Trainer, steps: Steps) -> dict[str, Any]:
         figures = {
             **described(trainer),
             **speed(trainer, times),
-            "process_peak_gib": peak_memory(trainer.device),
+            "peak_memory_gib": peak_memory(trainer.device),
             "telemetry": telemetry if isinstance(telemetry, str) else columns(samples),
         }
         traced = record(trainer, steps.traced)
@@ -122,22 +138,8 @@ def profile(trainer: Trainer, steps: Steps) -> dict[str, Any]:
         write_json(folder / "profile.json", figures)
         from deeploop import plots  # matplotlib is slow to import
 
-        plots.profile(figures, taken.curve, taken.stretches, folder / "profile.png")
+        plots.profile(figures, taken.curve, taken.stretches, folder / PAGE)
     return figures
-
-
-@contextlib.contextmanager
-def folder_of(trainer: Trainer) -> Iterator[Path]:
-    """Hold the folder on the rank that writes; leave none behind where the steps fail."""
-    if not trainer.ranks.lead:
-        yield trainer.folder
-        return
-    with run.claimed(trainer.folder, new=True):
-        try:
-            yield trainer.folder
-        except BaseException:
-            shutil.rmtree(trainer.folder, ignore_errors=True)
-            raise
 
 
 def advance(trainer: Trainer, count: int = 1) -> None:
@@ -307,14 +309,12 @@ def report(figures: dict[str, Any], folder: Path, console: Console) -> None:
     say(f"memory   {memory.pop('peak'):.3f} GiB peak, {memory.pop('at_start'):.3f} at the start")
     for name, peak in memory.items():
         say(f"         {peak:.3f} {name}")
-    if isinstance(figures["telemetry"], str):
-        say(figures["telemetry"])
-    else:
-        say(
-            "telemetry "
-            + ", ".join(f"{k} up to {max(v):,.0f}" for k, v in figures["telemetry"].items())
-        )
-    say(f"folder   {folder}: profile.png, profile.json, trace.json.gz")
+    readings = figures["telemetry"]
+    if isinstance(readings, dict):
+        most = (f"{name} up to {max(readings[name]):,.1f}" for name in Sample._fields[1:])
+        readings = ", ".join(most)
+    say(f"GPU      {readings}")
+    say(f"folder   {folder}: {PAGE}, profile.json, trace.json.gz")
 
 
 def table(parts: dict[str, dict[str, float]]) -> Table:
@@ -322,11 +322,11 @@ def table(parts: dict[str, dict[str, float]]) -> Table:
     phases = [p for p in trace.PHASES if any(p in by for by in parts.values())]
     total = sum(sum(by.values()) for by in parts.values())
     made = Table(box=None, pad_edge=False, show_footer=True)
-    made.add_column("part", "sum")
+    made.add_column("ms", "sum")
     for phase in phases:
         whole = sum(by.get(phase, 0) for by in parts.values())
-        made.add_column(f"{phase}, ms", f"{whole:.1f}", justify="right")
-    made.add_column("ms", f"{total:.1f}", justify="right")
+        made.add_column(phase, f"{whole:.1f}", justify="right")
+    made.add_column("sum", f"{total:.1f}", justify="right")
     made.add_column("share", "100%", justify="right")
     for part, by in parts.items():
         cells = [f"{by[p]:.1f}" if p in by else "" for p in phases]

@@ -25,13 +25,13 @@ Read = Callable[[float], Sample]
 
 
 def reader(device: torch.device) -> Read | str:
-    """What reads a GPU now, or one line on why nothing does."""
+    """What reads a GPU now, or why nothing does."""
     if device.type != "cuda":
-        return "telemetry: none on a CPU"
+        return "none"
     try:
         import pynvml
     except ImportError:
-        return "telemetry: none without nvidia-ml-py; pip install 'deeploop[gpu]'"
+        return "no readings without nvidia-ml-py: pip install 'deeploop[gpu]'"
     try:
         pynvml.nvmlInit()
         # By UUID: NVML does not heed CUDA_VISIBLE_DEVICES.
@@ -39,7 +39,7 @@ def reader(device: torch.device) -> Read | str:
         read = reading(pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid))
         read(0.0)
     except pynvml.NVMLError as error:
-        return f"telemetry: none, NVML says {error}"
+        return f"no readings: NVML says {error}"
     return read
 
 

@@ -203,7 +203,8 @@ def stretches(events: list[Event], step: Event, curve: list[tuple[float, int]]) 
     found = []
     for e in sorted(events, key=lambda e: e.get("ts", 0)):
         name = e["name"].removeprefix(PREFIX)
-        if e.get("cat") != "user_annotation" or not name.endswith(("ward", "optimizer")):
+        bounds = name == "optimizer" or name.rpartition(" ")[2] in PHASES
+        if not bounds or e.get("cat") != "user_annotation":
             continue
         interval = _interval(e, step, OTHER)
         first = bisect.bisect_right(curve, (interval.start, 0)) - 1
