@@ -7,6 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from test_parallel import finish, start_ranks
 
 from deeploop import profile, trace
 from deeploop.cli import main
@@ -201,3 +202,14 @@ def test_on_a_gpu_kernels_are_split_and_the_allocator_is_read(config, quiet):
     assert parts["other"].get("backward", 0) + parts["other"].get("forward", 0) < 0.2 * named
     assert figures["memory_gib"]["peak"] == pytest.approx(figures["peak_memory_gib"], rel=0.1)
     assert (trainer.folder / "memory.pickle").stat().st_size > 0
+
+
+def test_two_ranks_profile_together_and_the_first_reports(tmp_path):
+    out = tmp_path / "out"
+    first, second = finish(
+        start_ranks(["-m", "deeploop.cli", "profile", *SMALL, "--out", str(out)])
+    )
+    assert "communication" in first and "communication" not in second
+    figures = json.loads((out / "profile.json").read_text())
+    assert figures["ranks"] == 2 and figures["parts_ms"]["communication"]["outside"] > 0
+    assert figures["tokens_per_second"] == pytest.approx(4 * 16e3 / figures["step_ms"])
