@@ -7,7 +7,7 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from deeploop.disk import atomic_file
-from deeploop.trace import Stretch
+from deeploop.trace import PHASES, Stretch
 
 
 def _save(figure: Figure, path: Path) -> None:
@@ -80,9 +80,11 @@ def _parts(axes: Any, figures: dict[str, Any]) -> None:
     parts = figures["parts_ms"]
     total = sum(sum(by.values()) for by in parts.values())
     left = dict.fromkeys(parts, 0.0)
-    for phase in dict.fromkeys(phase for by in parts.values() for phase in by):
+    for i, phase in enumerate(PHASES):
         widths = [by.get(phase, 0.0) for by in parts.values()]
-        axes.barh(list(parts), widths, left=list(left.values()), label=phase)
+        if not any(widths):
+            continue
+        axes.barh(list(parts), widths, left=list(left.values()), label=phase, color=f"C{i}")
         left = {p: left[p] + w for p, w in zip(parts, widths, strict=True)}
     for part, whole in left.items():
         axes.annotate(f" {whole / total:.1%}", (whole, part), va="center", fontsize="small")

@@ -10,6 +10,8 @@ The trainer of `deeploop train` steps on this machine's device, three times over
 The folder then holds profile.json (every figure), trace.json.gz (for ui.perfetto.dev or
 chrome://tracing), profile.png (one page) and, on CUDA, memory.pickle: the allocator's
 history of one more step, for pytorch.org/memory_viz. It is no run, and nothing resumes it.
+A trace takes some 300 kB, unpacked, for each visit of each micro-batch: where a step
+accumulates many, lower train.batch_size.
 
 Tokens are drawn from the seed unless data.path names a corpus: no time depends on what
 they say but that of experts, on how evenly they are routed.
@@ -191,7 +193,7 @@ def record(trainer: Trainer, count: int) -> torch.profiler.profile:
 
 def record_allocator(trainer: Trainer, path: Path) -> None:
     """The CUDA allocator's history of one step, with the stack of each change, to a file."""
-    torch.cuda.memory._record_memory_history(max_entries=HISTORY)
+    torch.cuda.memory._record_memory_history(stacks="python", max_entries=HISTORY)
     advance(trainer)
     if trainer.ranks.lead:
         with disk_errors(str(path)):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_parallel import finish, start_ranks
 
-from deeploop import profile, trace
+from deeploop import plots, profile, trace
 from deeploop.cli import main
 from deeploop.config import MoEConfig
 from deeploop.memory import step_peak
@@ -213,3 +213,26 @@ def test_two_ranks_profile_together_and_the_first_reports(tmp_path):
     figures = json.loads((out / "profile.json").read_text())
     assert figures["ranks"] == 2 and figures["parts_ms"]["communication"]["outside"] > 0
     assert figures["tokens_per_second"] == pytest.approx(4 * 16e3 / figures["step_ms"])
+
+
+def test_a_gpus_readings_and_mfu_are_shown(config, quiet, tmp_path):
+    """What a CPU has not: figures as a GPU's profile would hold them."""
+    trainer = opened(config, quiet)
+    with trainer.lock:
+        inside, step = events_of(trainer, tmp_path / "t.json.gz")
+        taken = profile.taken_apart([step, *inside], trainer)
+    readings = {"seconds": [0.0, 0.1], "used_gib": [1.0, 2.0], "power_w": [300.0, 650.5]}
+    readings |= {"sm_mhz": [1980, 1980], "memory_mhz": [3201, 3201]}
+    figures = {
+        **profile.described(trainer),
+        **profile.speed(trainer, [0.3, 0.1, 0.2]),
+        **taken.figures,
+        "mfu": 0.421,
+        "telemetry": readings,
+    }
+    assert figures["step_ms"] == pytest.approx(200)
+    profile.report(figures, tmp_path, quiet)
+    said = quiet.file.getvalue()
+    assert "MFU 42.1%" in said and "power_w up to 650.5" in said
+    plots.profile(figures, taken.curve, taken.stretches, tmp_path / "page.png")
+    assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
