@@ -89,7 +89,7 @@ def _parts(axes: Any, figures: dict[str, Any]) -> None:
     for part, whole in left.items():
         axes.annotate(f" {whole / total:.1%}", (whole, part), va="center", fontsize="small")
     axes.invert_yaxis()
-    axes.margins(x=0.1)
+    axes.set_xlim(0, 1.1 * max(left.values()))
     axes.set_xlabel(f"ms of the traced step of {figures['traced_step_ms']:.1f} ms")
     axes.set_title(f"time, by {figures['clock']}", fontsize="medium")
     axes.legend(fontsize="small")
