@@ -21,6 +21,7 @@ from deeploop.config import Config, TrainConfig
 from deeploop.evaluate import autocast
 from deeploop.lm import LoopLM, Watch
 from deeploop.loss import linear_cross_entropy
+from deeploop.spans import span
 from deeploop.visits import Stream, cut
 
 
@@ -74,15 +75,18 @@ def backward(
     m, t = config.model, config.train
     device, batch = tokens.device, t.batch_size * m.seq_len
     loads: tuple[Tensor, ...] = ()
-    with autocast(device, t.precision):
+    where = f"loops {segment.loops.start + 1}-{segment.loops.stop}"
+    with span(f"{where} forward"), autocast(device, t.precision):
         if segment.ahead:
             with torch.no_grad():
                 left = model.run(tokens, segment.ahead, carried, watch=watch)
             carried, loads = cut(m, left), left.loads
         s = model.run(tokens, segment.loops, carried, watch=watch, recompute=t.recompute)
         assert s.n is not None
-        loss = linear_cross_entropy(s.n, model.head, targets) / batch
+        with span("loss"):
+            loss = linear_cross_entropy(s.n, model.head, targets) / batch
         z = None if s.z is None else s.z * (tokens.numel() / batch)
         total = loss if z is None or not m.moe.z_loss else loss + m.moe.z_loss * z
-    total.backward()
+    with span(f"{where} backward"):
+        total.backward()
     return Piece(cut(m, s), loss.detach(), None if z is None else z.detach(), loads + s.loads)

@@ -1,4 +1,4 @@
-"""The command line: deeploop train | generate | data."""
+"""The command line: deeploop train | generate | data | profile."""
 
 import argparse
 import contextlib
@@ -32,6 +32,7 @@ HELP = f"""deeploop {__version__}: train looped Transformers on fused kernels
                                         real text, under two minutes on two CPU cores
   deeploop generate RUN --prompt TEXT   continue a text with a trained model
   deeploop data INPUT OUT               tokenise text into shards, once
+  deeploop profile [PRESET] [options]   where a training step's time and memory go
 
 Each takes --help."""
 
@@ -226,7 +227,45 @@ def data(arguments: list[str]) -> int:
     return 0
 
 
-VERBS = {"train": train, "generate": generate, "data": data}
+@dataclasses.dataclass
+class ProfileArguments:
+    config: Annotated[Config, tyro.conf.arg(name="")]
+    warmup: Annotated[int, tyro.conf.arg(help="steps before the timed ones")] = 3
+    traced: Annotated[int, tyro.conf.arg(help="steps under the profiler, after the timed ones")] = 1
+
+
+def profile(arguments: list[str]) -> int:
+    named = bool(arguments) and not arguments[0].startswith("-")
+    base = preset(arguments[0] if named else "deeploop-tiny").replace("train", steps=5)
+    a = parse(
+        ProfileArguments,
+        args=arguments[1:] if named else arguments,
+        default=ProfileArguments(base),
+        prog="deeploop profile [PRESET]",
+        description="Time training steps, then take one apart. --steps: how many are timed; "
+        "--out: the folder, profiles/PRESET-TIME by default; tokens are random unless --data "
+        f"names a corpus. Presets: {SUMMARY}.",
+    )
+    from deeploop import profile, start
+    from deeploop.device import keep_freed_memory
+    from deeploop.parallel import ranks
+
+    keep_freed_memory()
+    steps = profile.Steps(a.warmup, a.config.train.steps, a.traced)
+    with ranks() as place:
+        console = Console(quiet=not place.lead)
+        trainer = together(place, lambda: profile.open_profile(a.config, steps, console, place))
+        if trainer is None:
+            return 2
+        for line in start.describe(trainer):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+        figures = profile.profile(trainer, steps)
+    if place.lead:
+        profile.report(figures, trainer.folder, console)
+    return 0
+
+
+VERBS = {"train": train, "generate": generate, "data": data, "profile": profile}
 
 
 def main(arguments: list[str] | None = None) -> int:

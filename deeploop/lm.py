@@ -25,6 +25,7 @@ from deeploop.device import autocast_dtype
 from deeploop.errors import InputError
 from deeploop.layers import Attention, Place, SwiGLU, rope_tables
 from deeploop.moe import MoE, copy_router
+from deeploop.spans import span
 from deeploop.visits import Stream, Sublayer, Visit, open_loop, update, walk
 
 Watch = Callable[[Visit, Tensor], None]
@@ -100,21 +101,26 @@ class LoopLM(nn.Module):
         The stream's n is the final norm of its h. `recompute` keeps nothing of each visit
         or loop but its inputs, and runs it again in backward; experts are not chosen again.
         """
-        x = self.embed(tokens)
-        dtype = autocast_dtype(x)
-        cos, sin = self.rope(tokens, cache, dtype)
+        with span("embedding"):
+            x = self.embed(tokens)
+            dtype = autocast_dtype(x)
+            cos, sin = self.rope(tokens, cache, dtype)
         c, gain = self.config, self.sublayers[0].gain_in
 
         def visit_one(s: Stream, visit: Visit, watch: Watch | None) -> Stream:
             assert s.n is not None
             place = Place(cos, sin, visit.loop * c.n_layers + visit.physical // 2, cache)
-            s = update(c, s, visit.branch(s.n, place), visit)
+            with span(visit.part):
+                f = visit.branch(s.n, place)
+            with span("updates"):
+                s = update(c, s, f, visit)
             if watch is not None:
                 watch(visit, s.h)
             return s
 
         def loop_once(s: Stream, loop: int, watch: Watch | None) -> Stream:
-            s = open_loop(c, s, x, loop, gain, dtype)
+            with span("updates"):
+                s = open_loop(c, s, x, loop, gain, dtype)
             for visit in walk(c, self.sublayers, loop, loop + 1 == loops.stop, self.gain_final):
                 s = again(visit_one, recompute == "visit")(s, visit, watch)
             return s

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deeploop.errors import InputError
+from deeploop.spans import span
 
 BUCKET_BYTES = 2**26  # of one message; what is copied twice while it is on its way
 
@@ -45,12 +46,13 @@ class Ranks(NamedTuple):
         """Replace each tensor by its sum over the ranks; same shapes on every rank."""
         if self.world == 1:
             return
-        for bucket in _buckets(tensors):
-            flat = torch.cat([t.reshape(-1) for t in bucket])
-            dist.all_reduce(flat)
-            parts = flat.split([t.numel() for t in bucket])
-            for t, part in zip(bucket, parts, strict=True):
-                t.copy_(part.view_as(t))
+        with span("communication"):
+            for bucket in _buckets(tensors):
+                flat = torch.cat([t.reshape(-1) for t in bucket])
+                dist.all_reduce(flat)
+                parts = flat.split([t.numel() for t in bucket])
+                for t, part in zip(bucket, parts, strict=True):
+                    t.copy_(part.view_as(t))
 
     def any(self, flag: bool) -> bool:
         """Whether it is true on some rank; does not wait for a GPU."""

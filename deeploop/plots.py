@@ -7,6 +7,7 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from deeploop.disk import atomic_file
+from deeploop.trace import PHASES, Stretch
 
 
 def _save(figure: Figure, path: Path) -> None:
@@ -50,6 +51,80 @@ def _segments(axes: Any, metrics: list[dict[str, Any]]) -> None:
         axes.plot(
             *zip(*points, strict=True), linewidth=0.8, alpha=0.5, label=f"training, segment {i + 1}"
         )
+
+
+def profile(
+    figures: dict[str, Any],
+    curve: list[tuple[float, int]],
+    stretches: list[Stretch],
+    path: Path,
+) -> None:
+    """One page of a profile: the step by part, its memory, the GPU's own readings."""
+    readings = figures["telemetry"] if isinstance(figures["telemetry"], dict) else {}
+    figure = Figure(figsize=(9, 9 if readings else 7), layout="constrained")
+    top, middle, *below = figure.subplots(3 if readings else 2, 1)
+    mfu = f", MFU {figures['mfu']:.1%}" if "mfu" in figures else ""
+    figure.suptitle(
+        f"{figures['preset']} on {figures['device']}: {figures['step_ms']:.1f} ms a step, "
+        f"{figures['tokens_per_second']:,.0f} tokens/s{mfu}"
+    )
+    _parts(top, figures)
+    _memory(middle, curve, stretches)
+    for axes in below:
+        _telemetry(axes, readings)
+    _save(figure, path)
+
+
+def _parts(axes: Any, figures: dict[str, Any]) -> None:
+    """A bar a part, in colours by phase."""
+    parts = figures["parts_ms"]
+    total = sum(sum(by.values()) for by in parts.values())
+    left = dict.fromkeys(parts, 0.0)
+    for i, phase in enumerate(PHASES):
+        widths = [by.get(phase, 0.0) for by in parts.values()]
+        if not any(widths):
+            continue
+        axes.barh(list(parts), widths, left=list(left.values()), label=phase, color=f"C{i}")
+        left = {p: left[p] + w for p, w in zip(parts, widths, strict=True)}
+    for part, whole in left.items():
+        axes.annotate(f" {whole / total:.1%}", (whole, part), va="center", fontsize="small")
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.1 * max(left.values()))
+    axes.set_xlabel(f"ms of the traced step of {figures['traced_step_ms']:.1f} ms")
+    axes.set_title(f"time, by {figures['clock']}", fontsize="medium")
+    axes.legend(fontsize="small")
+
+
+def _memory(axes: Any, curve: list[tuple[float, int]], stretches: list[Stretch]) -> None:
+    """Bytes held over the step, above the stretches it is made of."""
+    end = max([curve[-1][0], *(s.end for s in stretches)])
+    ms, held = zip(*curve, (end, curve[-1][1]), strict=True)
+    axes.step(ms, [b / 2**30 for b in held], where="post", linewidth=0.8, color="black")
+    colours = {n: f"C{i}" for i, n in enumerate(dict.fromkeys(s.name for s in stretches))}
+    seen: set[str] = set()
+    for s in stretches:
+        label = None if s.name in seen else s.name
+        axes.axvspan(s.start, s.end, alpha=0.25, color=colours[s.name], label=label, linewidth=0)
+        seen.add(s.name)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("ms of the host")
+    axes.set_ylabel("GiB of tensors")
+    axes.set_title("memory over the traced step", fontsize="medium")
+    axes.legend(fontsize="small")
+
+
+def _telemetry(axes: Any, readings: dict[str, list[float]]) -> None:
+    """Each reading as a share of its largest, over the timed steps."""
+    for name, values in readings.items():
+        if name != "seconds":
+            largest = max(values) or 1
+            label = f"{name}, up to {largest:,.0f}"
+            axes.plot(readings["seconds"], [v / largest for v in values], label=label)
+    axes.set_ylim(0, 1.05)
+    axes.set_xlabel("s of the timed steps")
+    axes.set_ylabel("share of the largest")
+    axes.set_title("telemetry", fontsize="medium")
+    axes.legend(fontsize="small")
 
 
 def loops(metrics: list[dict[str, Any]], path: Path) -> None:

@@ -172,6 +172,24 @@ def ngram_floors(corpus: Corpus) -> dict[str, float]:
     return floors if bigram is None else floors | {"bigram": bigram * math.log(2)}
 
 
+def open_corpus(config: Config) -> Corpus:
+    """The corpus of a run; raises InputError where it cannot fill one sequence."""
+    corpus = load_corpus(
+        config.data.path,
+        config.data.tokenizer,
+        text_field=config.data.text_field,
+        val_fraction=config.data.val_fraction,
+        vocab_size=config.model.vocab_size or None,
+    )
+    if len(corpus.train) <= config.model.seq_len:
+        raise InputError(
+            f"data.path={config.data.path!r}: {len(corpus.train)} training tokens are fewer than "
+            f"one sequence and its target ({config.model.seq_len + 1}); give more text or a "
+            "smaller model.seq_len"
+        )
+    return corpus
+
+
 def open_run(
     config: Config,
     console: Console,
@@ -183,20 +201,8 @@ def open_run(
     Nothing is written before everything that can be refused was checked, and nothing by
     any rank but the first.
     """
-    corpus = load_corpus(
-        config.data.path,
-        config.data.tokenizer,
-        text_field=config.data.text_field,
-        val_fraction=config.data.val_fraction,
-        vocab_size=config.model.vocab_size or None,
-    )
+    corpus = open_corpus(config)
     config = resolve(config, corpus, ranks)
-    if len(corpus.train) <= config.model.seq_len:
-        raise InputError(
-            f"data.path={config.data.path!r}: {len(corpus.train)} training tokens are fewer than "
-            f"one sequence and its target ({config.model.seq_len + 1}); give more text or a "
-            "smaller model.seq_len"
-        )
     if found is not None:
         check_same(config, found)
         check_same_corpus(corpus, found)

@@ -32,6 +32,7 @@ from deeploop.moe import MoE, balance_
 from deeploop.optim import adamw, clip_gradients, learning_rate, step_if_finite
 from deeploop.order import train_batch
 from deeploop.parallel import Ranks
+from deeploop.spans import span
 from deeploop.visits import Stream
 
 SAMPLE_PROMPT, SAMPLE_TOKENS = 32, 200
@@ -111,11 +112,12 @@ class Trainer:
 
     def step(self, watch: bool) -> Tally:
         """One pass over the batch: an optimizer step for each round of segments."""
-        inputs, targets = self.batch()
-        micros = [
-            (self.send(x), self.send(y))
-            for x, y in zip(inputs.split(self.micro), targets.split(self.micro), strict=True)
-        ]
+        with span("data"):
+            inputs, targets = self.batch()
+            micros = [
+                (self.send(x), self.send(y))
+                for x, y in zip(inputs.split(self.micro), targets.split(self.micro), strict=True)
+            ]
         states: list[Stream | None] = [None] * len(micros)
         tally = Tally(self.model, watch)
         for part in self.rounds:
@@ -140,10 +142,12 @@ class Trainer:
     def optimize(self, tally: Tally) -> None:
         """One optimizer step on the gradients of all ranks; none where they are not finite."""
         self.ranks.sum_(p.grad for p in self.model.parameters() if p.grad is not None)
-        tally.grad_norm = clip_gradients(self.model, self.config.train.clip)
-        self.bad |= ~torch.isfinite(tally.grad_norm)
-        step_if_finite(self.optimizer, tally.grad_norm, learning_rate(self.done, self.config.train))
-        self.optimizer.zero_grad(set_to_none=True)
+        t = self.config.train
+        with span("optimizer"):
+            tally.grad_norm = clip_gradients(self.model, t.clip)
+            self.bad |= ~torch.isfinite(tally.grad_norm)
+            step_if_finite(self.optimizer, tally.grad_norm, learning_rate(self.done, t))
+            self.optimizer.zero_grad(set_to_none=True)
 
     def balance(self, tally: Tally) -> None:
         """Sum the step's figures over the ranks, and move the experts' biases by their load."""

@@ -57,6 +57,11 @@ class Visit(NamedTuple):
     gain_next: Tensor | None  # [d_model]; None: all ones
     norm: bool = True  # whether a norm follows; not where the loop after begins with one
 
+    @property
+    def part(self) -> str:
+        """What a profiler calls the branch (`deeploop.spans.PARTS`)."""
+        return {Attention: "attention", SwiGLU: "mlp", MoE: "experts"}[type(self.sublayer.branch)]
+
     def branch(self, n: Tensor, place: Place) -> "Tensor | Routed":
         """The sublayer's branch on its normalised input [B, T, d_model]."""
         branch = self.sublayer.branch
