@@ -172,15 +172,17 @@ def diagnosis(readings: list[dict[str, Any]], path: Path) -> None:
         panels[0, 2].plot(loops, branch["g"], marker=".", label=branch["sublayer"])
     panels[0, 2].set_title("norm of each visit's gradient")
     panels[0, 2].set_xlabel("loop")
-    panels[0, 2].set_yscale("log")
+    _log_if_wide(panels[0, 2])
     panels[0, 2].legend(fontsize="small")
     for axes, key in zip(panels[1], ("rms", "variance", "variance_between_tokens"), strict=False):
         _by_visit(axes, readings, key)
+    panels[0, 2].locator_params(axis="x", integer=True)
     if routed:
         _loop_matrix(panels[0, 3], last["router_overlap"], "cosine of experts' loads", 0)
         panels[1, 3].plot(range(1, len(last["load_spread"]) + 1), last["load_spread"], marker=".")
         panels[1, 3].set_title("std / mean of the experts' loads")
         panels[1, 3].set_xlabel("loop")
+        panels[1, 3].locator_params(axis="x", integer=True)
     _save(figure, path)
 
 
@@ -205,10 +207,19 @@ def _by_visit(axes: Any, readings: list[dict[str, Any]], key: str) -> None:
         values = [value for loop in r[key] for value in loop]
         shade = colormaps["viridis"](i / max(1, len(readings) - 1))
         axes.plot(range(1, len(values) + 1), values, color=shade, label=str(r["step"]))
-    axes.set_title(f"{key.replace('_', ' ')} of the stream")
+    axes.set_title(f"stream: {key.replace('_', ' ')}")
     axes.set_xlabel("visit")
-    axes.set_yscale("log")
+    _log_if_wide(axes)
     axes.legend(title="step", fontsize="small", ncols=1 + len(readings) // 8)
+
+
+def _log_if_wide(axes: Any) -> None:
+    """From 0 up, or logarithmic where the values differ by more than ten times."""
+    values = [float(y) for line in axes.get_lines() for y in line.get_ydata()]
+    if min(values) > 0 and max(values) > 10 * min(values):
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
 
 
 def _loop_matrix(axes: Any, values: list[list[float]], title: str, low: float) -> None:
@@ -216,6 +227,7 @@ def _loop_matrix(axes: Any, values: list[list[float]], title: str, low: float) -
     count = len(values)
     edges = (0.5, count + 0.5, count + 0.5, 0.5)
     image = axes.imshow(values, vmin=low, vmax=1, extent=edges)
+    axes.locator_params(integer=True)
     axes.figure.colorbar(image, ax=axes)
     axes.set_title(title)
     axes.set_xlabel("loop")
