@@ -9,9 +9,19 @@ import pytest
 import torch
 
 from deeploop import checkpoint, scaling
+from deeploop.alignment import apart, gradients, gram, joint, norms, run_apart
 from deeploop.cli import main
-from deeploop.config import MoEConfig
-from deeploop.diagnose import Batch, apart_mean, checkpoints, diagnose, measure, moments, peak
+from deeploop.config import ModelConfig, MoEConfig
+from deeploop.diagnose import (
+    Batch,
+    apart_mean,
+    checkpoints,
+    diagnose,
+    measure,
+    moments,
+    peak,
+    probe,
+)
 from deeploop.errors import InputError
 from deeploop.lm import LoopLM
 from deeploop.memory import Live
@@ -123,6 +133,21 @@ def test_one_loop_has_no_exponent(config, quiet, tmp_path):
     config = config.replace("model", loops=1).replace("train", out=str(tmp_path / "x"))
     (r,) = diagnose(config, [], quiet)
     assert r["gamma"] is r["p"] is r["cosine"] is None and 0 < r["kappa"] <= 1 + 1e-9
+
+
+def test_probes_estimate_the_jacobian():
+    """400 probes against all rows of it, to 10%, in units of the RMS of F."""
+    torch.manual_seed(0)
+    model = LoopLM(ModelConfig(d_model=8, n_heads=1, n_layers=1, loops=2, vocab_size=9))
+    views = apart(model.double())
+    n = run_apart(model, views.loops, torch.tensor([[3, 1, 4]])).n
+    rows = torch.eye(n.numel(), dtype=n.dtype).view(-1, *n.shape)
+    exact = sum(
+        torch.stack([gram(v) for v in gradients(n, views.branches, weight=row)[0]]) for row in rows
+    )
+    found = sum(probe(n, views.branches, Batch(n, n, 400, 0))) / 400
+    for of in (norms, joint):
+        torch.testing.assert_close(of(found), of(exact / n.numel()), rtol=0.1, atol=0)
 
 
 def test_moments_of_a_stream():
