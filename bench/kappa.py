@@ -75,8 +75,22 @@ def reading(config: Config) -> dict[str, Any]:
             return {"diverged": str(error)}
         saved = checkpoints(str(folder))
         diagnose(saved[-1].config, saved, quiet, batch_size=64)
+    said = json.loads(found.read_text())
     summary = json.loads((folder / "summary.json").read_text())
-    return json.loads(found.read_text()) | {"val_bits_per_byte": summary["val_bits_per_byte"]}
+    return {key: said[key] for key in ("n_layers", "sequences", "seq_len", "probes", "torch")} | {
+        "val_bits_per_byte": summary["val_bits_per_byte"],
+        "readings": [brief(r) for r in said["readings"]],
+    }
+
+
+def brief(reading: dict[str, Any]) -> dict[str, Any]:
+    """A reading without its matrices and gains."""
+    kept = {key: x for key, x in reading.items() if not isinstance(x, list)}
+    kept["branches"] = [
+        {key: x for key, x in branch.items() if not key.endswith("cosines")}
+        for branch in reading["branches"]
+    ]
+    return kept
 
 
 def slope(loops: list[int], kappas: list[float]) -> float:
@@ -128,7 +142,7 @@ def main() -> None:
                 results.append({"arm": arm, "loops": loops, "seed": seed} | reading(config))
     if a.out is not None:
         a.out.parent.mkdir(parents=True, exist_ok=True)
-        a.out.write_text(json.dumps(results, indent=1) + "\n")
+        a.out.write_text(json.dumps(results) + "\n")
     for key, words in (("kappa", "kappa_R"), ("kappa_directional", "of directions alone")):
         print(f"{words}\n\n{table(results, key)}\n")
     bits = {(r["arm"], r["loops"]): [] for r in results}

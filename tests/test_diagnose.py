@@ -14,6 +14,7 @@ from deeploop.cli import main
 from deeploop.config import ModelConfig, MoEConfig
 from deeploop.diagnose import (
     Batch,
+    Measured,
     apart_mean,
     checkpoints,
     diagnose,
@@ -21,6 +22,7 @@ from deeploop.diagnose import (
     moments,
     peak,
     probe,
+    update_size,
 )
 from deeploop.errors import InputError
 from deeploop.lm import LoopLM
@@ -148,6 +150,24 @@ def test_probes_estimate_the_jacobian():
     found = sum(probe(n, views.branches, Batch(n, n, 400, 0))) / 400
     for of in (norms, joint):
         torch.testing.assert_close(of(found), of(exact / n.numel()), rtol=0.1, atol=0)
+
+
+def test_what_the_update_is_held_against():
+    """Two parts of norms |U| = (1, 1; together 2) and (3, 4; together 5), moved by 1/2 and 2."""
+    u = torch.tensor([[[1.0, 1.0], [1.0, 1.0]], [[9.0, 0.0], [0.0, 16.0]]]).double()
+    nothing = torch.zeros(())
+    steps, moved = torch.tensor([0.5, 2.0]).double(), torch.tensor(1.1)
+    m = Measured(nothing, nothing, None, u, u[None], steps, [4, 25], moved)
+    assert update_size(m, u, 0.1) == pytest.approx(
+        {
+            "lr": 0.1,
+            "measured": 1.1,
+            "bound": 2 * 0.5 + 5 * 2,
+            "bound_untied": 2 * 0.5 + 7 * 2,
+            "random": math.hypot(2 * 0.5 / 2, 5 * 2 / 5),
+            "measured_over_bound": 0.1,
+        }
+    )
 
 
 def test_moments_of_a_stream():
