@@ -5,8 +5,9 @@
 trains a small model of each arm at R = 2, 4, 8, 16 loops, for each seed, diagnoses it as it
 begins, half way and at the end (see `deeploop.alignment` for what is measured), and prints
 Markdown: kappa_R, mean over the seeds (lowest - highest), and gamma, the slope of
-log kappa_R on log R, for which DeepLoop's rule wants p = (1 + gamma)/4. Runs that are whole
-already (in --folder) are not trained again.
+log kappa_R on log R, for which DeepLoop's rule wants p = (1 + gamma)/4; the same of the
+visits' directions alone; the bound's constants C_U and C_G; what the models reached. Runs
+that are whole already (in --folder) are not trained again.
 """
 
 import dataclasses
@@ -64,22 +65,21 @@ def small(arm: str, loops: int, seed: int, steps: int, folder: Path) -> Config:
 
 
 def reading(config: Config) -> dict[str, Any]:
-    """Train and diagnose, unless that was done; or why there is none."""
+    """Train, unless that was done, and diagnose; or why there is nothing to diagnose."""
     folder, quiet = Path(config.train.out), Console(quiet=True)
-    found = folder / "diagnose.json"
-    if not found.exists():
+    summary = folder / "summary.json"
+    if not summary.exists():
         shutil.rmtree(folder, ignore_errors=True)
         try:
             open_run(config, quiet).fit()
         except Diverged as error:
             return {"diverged": str(error)}
-        saved = checkpoints(str(folder))
-        diagnose(saved[-1].config, saved, quiet, batch_size=64)
-    said = json.loads(found.read_text())
-    summary = json.loads((folder / "summary.json").read_text())
-    return {key: said[key] for key in ("n_layers", "sequences", "seq_len", "probes", "torch")} | {
-        "val_bits_per_byte": summary["val_bits_per_byte"],
-        "readings": [brief(r) for r in said["readings"]],
+    saved = checkpoints(str(folder))
+    readings = diagnose(saved[-1].config, saved, quiet, batch_size=64)
+    about = json.loads((folder / "diagnose.json").read_text())
+    return {key: about[key] for key in ("n_layers", "sequences", "seq_len", "probes", "torch")} | {
+        "val_bits_per_byte": json.loads(summary.read_text())["val_bits_per_byte"],
+        "readings": [brief(r) for r in readings],
     }
 
 
@@ -99,11 +99,11 @@ def slope(loops: list[int], kappas: list[float]) -> float:
     return statistics.linear_regression(x, y).slope
 
 
-def table(results: list[dict[str, Any]], key: str) -> str:
-    """Markdown: arms and states down, loops across."""
+def table(results: list[dict[str, Any]], key: str, fit: bool = True) -> str:
+    """Markdown: arms and states down, loops across; with `fit`, gamma and p."""
     loops = sorted({r["loops"] for r in results})
-    head = " | ".join(f"R = {r}" for r in loops)
-    lines = [f"| arm | step | {head} | gamma | p |", "|---|---|" + "---|" * (len(loops) + 2)]
+    head = [f"R = {r}" for r in loops] + (["gamma", "p"] if fit else [])
+    lines = [f"| arm | step | {' | '.join(head)} |", "|---|---|" + "---|" * len(head)]
     for arm in dict.fromkeys(r["arm"] for r in results):
         runs = [r for r in results if r["arm"] == arm and "readings" in r]
         for at in sorted({x["step"] for r in runs for x in r["readings"]}):
@@ -113,22 +113,23 @@ def table(results: list[dict[str, Any]], key: str) -> str:
                 for x in r["readings"]
                 if x["step"] == at
             }
-            lines.append(f"| {arm} | {at} | {' | '.join(row(values, loops))} |")
+            cells = [spread([k for (r, _), k in values.items() if r == R]) for R in loops]
+            cells += fitted(values, loops) if fit else []
+            lines.append(f"| {arm} | {at} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def row(values: dict[tuple[int, int], float], loops: list[int]) -> list[str]:
-    """Cells of kappa by R, then gamma and p from the seeds that have every R."""
-    cells = [spread([k for (r, _), k in values.items() if r == R]) for R in loops]
+def fitted(values: dict[tuple[int, int], float], loops: list[int]) -> list[str]:
+    """Cells of gamma and p, from the seeds that have every R; values by (R, seed)."""
     whole = [s for s in sorted({s for _, s in values}) if all((R, s) in values for R in loops)]
     gammas = [slope(loops, [values[R, s] for R in loops]) for s in whole]
-    return [*cells, spread(gammas), spread([threshold_exponent(g) for g in gammas])]
+    return [spread(gammas), spread([threshold_exponent(g) for g in gammas])]
 
 
 def spread(values: list[float]) -> str:
     if not values:
         return ""
-    return f"{statistics.mean(values):.2f} ({min(values):.2f} - {max(values):.2f})"
+    return f"{statistics.mean(values):.3g} ({min(values):.3g} - {max(values):.3g})"
 
 
 def main() -> None:
@@ -143,14 +144,10 @@ def main() -> None:
     if a.out is not None:
         a.out.parent.mkdir(parents=True, exist_ok=True)
         a.out.write_text(json.dumps(results) + "\n")
-    for key, words in (("kappa", "kappa_R"), ("kappa_directional", "of directions alone")):
-        print(f"{words}\n\n{table(results, key)}\n")
-    bits = {(r["arm"], r["loops"]): [] for r in results}
-    for r in results:
-        if "val_bits_per_byte" in r:
-            bits[r["arm"], r["loops"]].append(r["val_bits_per_byte"])
-    for (arm, loops), values in bits.items():
-        print(f"{arm}, R = {loops}: {spread(values)} held-out bits/byte of {a.seeds} runs")
+    for key in ("kappa", "kappa_directional", "c_u", "c_g"):
+        print(f"{key}\n\n{table(results, key, fit=key.startswith('kappa'))}\n")
+    ends = [r | {"readings": [{"step": a.steps} | r]} for r in results if "readings" in r]
+    print(f"held-out bits/byte\n\n{table(ends, 'val_bits_per_byte', fit=False)}")
 
 
 if __name__ == "__main__":

@@ -228,3 +228,16 @@ def test_budgets_are_those_of_the_rule(config, quiet, tmp_path):
     assert r["budget"]["untied"] == pytest.approx(1 / 32)
     assert r["budget"]["aligned"] == pytest.approx(1 / 16) == scaling.aligned_budget(2, 2, 0.5)
     assert r["budget"]["measured"] == pytest.approx(r["kappa"] / 32)
+    largest = {key: max(x for b in r["branches"] for x in b[key]) for key in ("u", "g")}
+    assert r["c_u"] == pytest.approx(largest["u"] * 16)  # beta/alpha = 1/(4N)
+    assert r["c_g"] == pytest.approx(largest["g"] * 16)
+
+
+def test_the_bounds_constants_do_not_change_with_the_loops(config, quiet, tmp_path):
+    """As DeepLoop's rule has it: at the start |U| and |G| of a visit fall as beta/alpha."""
+    found = []
+    for loops in (2, 8):
+        c = config.replace("model", loops=loops).replace("train", out=str(tmp_path / str(loops)))
+        found += diagnose(c, [], quiet)
+    for key in ("c_u", "c_g"):
+        assert found[0][key] == pytest.approx(found[1][key], rel=0.05)

@@ -20,8 +20,7 @@ def test_the_table_has_a_row_for_each_state_and_fits_each_seed():
     ]
     results[-1] = {"arm": "deeploop", "loops": 4, "seed": 1, "diverged": "loss is not finite"}
     assert table(results, "kappa").splitlines()[2:] == [
-        "| deeploop | 0 | 2.50 (2.00 - 3.00) | 4.00 (4.00 - 4.00) | 1.00 (1.00 - 1.00) "
-        "| 0.50 (0.50 - 0.50) |"
+        "| deeploop | 0 | 2.5 (2 - 3) | 4 (4 - 4) | 1 (1 - 1) | 0.5 (0.5 - 0.5) |"
     ]
 
 
