@@ -6,8 +6,8 @@ trains a small model of each arm at R = 2, 4, 8, 16 loops, for each seed, diagno
 begins, half way and at the end (see `deeploop.alignment` for what is measured), and prints
 Markdown: kappa_R, mean over the seeds (lowest - highest), and gamma, the slope of
 log kappa_R on log R, for which DeepLoop's rule wants p = (1 + gamma)/4; the same of the
-visits' directions alone; the bound's constants C_U and C_G; what the models reached. Runs
-that are whole already (in --folder) are not trained again.
+visits' directions alone; the bound's constants C_U and C_G; what the models reached. Runs that
+are whole already (in --folder) are not repeated.
 """
 
 import dataclasses
@@ -65,21 +65,22 @@ def small(arm: str, loops: int, seed: int, steps: int, folder: Path) -> Config:
 
 
 def reading(config: Config) -> dict[str, Any]:
-    """Train, unless that was done, and diagnose; or why there is nothing to diagnose."""
+    """Train and diagnose, unless that was done; or why there is nothing to diagnose."""
     folder, quiet = Path(config.train.out), Console(quiet=True)
-    summary = folder / "summary.json"
+    summary, said = folder / "summary.json", folder / "diagnose.json"
     if not summary.exists():
         shutil.rmtree(folder, ignore_errors=True)
         try:
             open_run(config, quiet).fit()
         except Diverged as error:
             return {"diverged": str(error)}
-    saved = checkpoints(str(folder))
-    readings = diagnose(saved[-1].config, saved, quiet, batch_size=64)
-    about = json.loads((folder / "diagnose.json").read_text())
-    return {key: about[key] for key in ("n_layers", "sequences", "seq_len", "probes", "torch")} | {
+    if not said.exists():
+        saved = checkpoints(str(folder))
+        diagnose(saved[-1].config, saved, quiet, batch_size=64)
+    found = json.loads(said.read_text())
+    return {key: found[key] for key in ("n_layers", "sequences", "seq_len", "probes", "torch")} | {
         "val_bits_per_byte": json.loads(summary.read_text())["val_bits_per_byte"],
-        "readings": [brief(r) for r in readings],
+        "readings": [brief(r) for r in found["readings"]],
     }
 
 
