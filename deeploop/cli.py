@@ -1,4 +1,4 @@
-"""The command line: deeploop train | generate | data | profile."""
+"""The command line: deeploop train | generate | data | profile | diagnose."""
 
 import argparse
 import contextlib
@@ -18,7 +18,7 @@ from rich.console import Console
 from deeploop import __version__
 from deeploop.config import Config
 from deeploop.errors import Diverged, InputError
-from deeploop.presets import SUMMARY, preset
+from deeploop.presets import SUMMARY, preset, presets
 
 if TYPE_CHECKING:  # torch is slow to import, and --help needs none of it
     from deeploop.parallel import Ranks
@@ -33,6 +33,7 @@ HELP = f"""deeploop {__version__}: train looped Transformers on fused kernels
   deeploop generate RUN --prompt TEXT   continue a text with a trained model
   deeploop data INPUT OUT               tokenise text into shards, once
   deeploop profile [PRESET] [options]   where a training step's time and memory go
+  deeploop diagnose RUN|PRESET          how far the loops' gradients align, visit by visit
 
 Each takes --help."""
 
@@ -265,7 +266,44 @@ def profile(arguments: list[str]) -> int:
     return 0
 
 
-VERBS = {"train": train, "generate": generate, "data": data, "profile": profile}
+@dataclasses.dataclass
+class DiagnoseArguments:
+    config: Annotated[Config, tyro.conf.arg(name="")]
+    probes: Annotated[int, tyro.conf.arg(help="random probes of the Jacobian, a backward each")] = 4
+    batch_size: Annotated[int, tyro.conf.arg(help="sequences; 0: the run's micro-batch")] = 0
+    draw: Annotated[int, tyro.conf.arg(help="seed of the held-out sequences and the probes")] = 0
+
+
+def diagnose(arguments: list[str]) -> int:
+    named = bool(arguments) and not arguments[0].startswith("-")
+    base, runs = preset("deeploop-tiny"), ""
+    if named and arguments[0] in presets():
+        base = preset(arguments[0])
+    elif named:
+        from deeploop.checkpoint import find
+
+        runs = arguments[0]
+        base = find(runs).config.replace("train", out="", device="auto")
+    a = parse(
+        DiagnoseArguments,
+        args=arguments[named:],
+        default=DiagnoseArguments(base),
+        prog="deeploop diagnose [RUN|PRESET]",
+        description="Gradients of each visit apart, kappa_R, the stream and the update's size: of "
+        "a preset as it begins, or of a run there and at each checkpoint it kept "
+        "(train.keep 0 keeps all; train.save-every says how many). Presets: "
+        f"{SUMMARY}.",
+    )
+    from deeploop.diagnose import checkpoints, diagnose
+
+    found = checkpoints(runs) if runs else []
+    diagnose(a.config, found, Console(), probes=a.probes, batch_size=a.batch_size, draw=a.draw)
+    return 0
+
+
+VERBS = {
+    "train": train, "generate": generate, "data": data, "profile": profile, "diagnose": diagnose,
+}  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -138,13 +138,8 @@ def loops(metrics: list[dict[str, Any]], path: Path) -> None:
     _by_loop(panels[0], lines, "residual_rms", "RMS of the stream at a loop's end")
     if routed:
         _by_loop(panels[1], lines, "load_spread", "std / mean of the experts' loads")
-        panels[2].set_title(f"cosine of loads between loops, step {lines[-1]['step']}")
-        count = len(lines[-1]["router_overlap"])
-        edges = (0.5, count + 0.5, count + 0.5, 0.5)
-        image = panels[2].imshow(lines[-1]["router_overlap"], vmin=0, vmax=1, extent=edges)
-        figure.colorbar(image, ax=panels[2])
-        panels[2].set_xlabel("loop")
-        panels[2].set_ylabel("loop")
+        title = f"cosine of loads between loops, step {lines[-1]['step']}"
+        _loop_matrix(panels[2], lines[-1]["router_overlap"], title, 0)
     _save(figure, path)
 
 
@@ -158,3 +153,82 @@ def _by_loop(axes: Any, lines: list[dict[str, Any]], key: str, title: str) -> No
     axes.set_title(title)
     axes.set_xlabel("step")
     axes.legend(title="loop", fontsize="small", ncols=1 + count // 8)
+
+
+def diagnosis(readings: list[dict[str, Any]], path: Path) -> None:
+    """kappa_R over the steps; of the newest state its cosines, norms, stream and experts."""
+    last = readings[-1]
+    routed = "router_overlap" in last
+    figure = Figure(figsize=(17 if routed else 13, 8), layout="constrained")
+    panels = figure.subplots(2, 4 if routed else 3)
+    _kappa(panels[0, 0], readings)
+    mean = [b["g_cosines"] for b in last["branches"]]
+    count = len(mean)
+    cosines = [[sum(column) / count for column in zip(*rows, strict=True)]
+               for rows in zip(*mean, strict=True)]  # fmt: skip
+    _loop_matrix(panels[0, 1], cosines, f"cosine of gradients, mean, step {last['step']}", -1)
+    for branch in last["branches"]:
+        loops = range(1, len(branch["g"]) + 1)
+        panels[0, 2].plot(loops, branch["g"], marker=".", label=branch["sublayer"])
+    panels[0, 2].set_title("norm of each visit's gradient")
+    panels[0, 2].set_xlabel("loop")
+    _log_if_wide(panels[0, 2])
+    panels[0, 2].legend(fontsize="small")
+    for axes, key in zip(panels[1], ("rms", "variance", "variance_between_tokens"), strict=False):
+        _by_visit(axes, readings, key)
+    panels[0, 2].locator_params(axis="x", integer=True)
+    if routed:
+        _loop_matrix(panels[0, 3], last["router_overlap"], "cosine of experts' loads", 0)
+        panels[1, 3].plot(range(1, len(last["load_spread"]) + 1), last["load_spread"], marker=".")
+        panels[1, 3].set_title("std / mean of the experts' loads")
+        panels[1, 3].set_xlabel("loop")
+        panels[1, 3].locator_params(axis="x", integer=True)
+    _save(figure, path)
+
+
+def _kappa(axes: Any, readings: list[dict[str, Any]]) -> None:
+    """Between no alignment (1) and all of it (R)."""
+    steps = [r["step"] for r in readings]
+    axes.plot(steps, [r["kappa"] for r in readings], marker="o", label="kappa_R")
+    axes.plot(
+        steps, [r["kappa_directional"] for r in readings], marker="o", label="of directions alone"
+    )
+    for value, name in ((1, "orthogonal"), (len(readings[0]["rms"]), "aligned")):
+        axes.axhline(value, linestyle=":", linewidth=1, color="grey")
+        axes.annotate(name, (1, value), xycoords=("axes fraction", "data"), ha="right", va="bottom")
+    axes.set_yscale("log")
+    axes.set_xlabel("step")
+    axes.legend(fontsize="small")
+
+
+def _by_visit(axes: Any, readings: list[dict[str, Any]], key: str) -> None:
+    """One line a state, over the visits in their order."""
+    for i, r in enumerate(readings):
+        values = [value for loop in r[key] for value in loop]
+        shade = colormaps["viridis"](i / max(1, len(readings) - 1))
+        axes.plot(range(1, len(values) + 1), values, color=shade, label=str(r["step"]))
+    axes.set_title(f"stream: {key.replace('_', ' ')}")
+    axes.set_xlabel("visit")
+    _log_if_wide(axes)
+    axes.legend(title="step", fontsize="small", ncols=1 + len(readings) // 8)
+
+
+def _log_if_wide(axes: Any) -> None:
+    """From 0 up, or logarithmic where the values differ by more than ten times."""
+    values = [float(y) for line in axes.get_lines() for y in line.get_ydata()]
+    if min(values) > 0 and max(values) > 10 * min(values):
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
+
+
+def _loop_matrix(axes: Any, values: list[list[float]], title: str, low: float) -> None:
+    """A loops x loops heatmap from `low` to 1."""
+    count = len(values)
+    edges = (0.5, count + 0.5, count + 0.5, 0.5)
+    image = axes.imshow(values, vmin=low, vmax=1, extent=edges)
+    axes.locator_params(integer=True)
+    axes.figure.colorbar(image, ax=axes)
+    axes.set_title(title)
+    axes.set_xlabel("loop")
+    axes.set_ylabel("loop")

@@ -12,6 +12,8 @@ from deeploop import backprop
 from deeploop.config import Config, TrainConfig
 from deeploop.evaluate import autocast
 from deeploop.lm import LoopLM
+from deeploop.optim import adamw
+from deeploop.reading import Batch, figures, measure
 from deeploop.start import open_run
 
 pytestmark = [
@@ -108,3 +110,18 @@ def test_segments_hold_less_than_full_backprop():
         gradients(model, x, plan=plan, plan_loops=1, precision="bf16")
         peaks[plan] = torch.cuda.max_memory_allocated() - before
     assert peaks["segments"] < peaks["full"]
+
+
+@pytest.mark.parametrize("arm", ["loom", "deeploop"])
+def test_a_diagnosis_is_the_cpus(arm):
+    *models, x = pair(arm=arm)
+    config = Config(model=models[0].config, train=TrainConfig(batch_size=4))
+    found = []
+    for model, tokens in zip(models, (x, x.cuda()), strict=True):
+        batch = Batch(tokens, tokens, probes=2, seed=0)
+        measured = measure(model, adamw(model, config.train), config, 0, batch)
+        found.append(figures(measured, config, 0))
+    cpu, gpu = found
+    for key in ("loss", "kappa", "kappa_directional", "cosine", "c_u", "c_g"):
+        assert gpu[key] == pytest.approx(cpu[key], rel=1e-3)
+    assert gpu["update"] == pytest.approx(cpu["update"], rel=1e-2)

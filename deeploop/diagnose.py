@@ -1,0 +1,193 @@
+"""What sharing weights over loops does to a model: `deeploop diagnose RUN|PRESET`.
+
+A preset is diagnosed as it begins; a run there and at each checkpoint it kept, all on one
+held-out batch, in float32, under full backprop whatever the plan of the run. Written are
+diagnose.json and diagnose.png. `deeploop.alignment` says what kappa_R stands on,
+`deeploop.reading` what else is measured.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from deeploop import checkpoint, run
+from deeploop.config import Config
+from deeploop.data import Corpus, load_corpus
+from deeploop.device import device_name
+from deeploop.disk import disk_errors, user_path, write_json
+from deeploop.errors import InputError
+from deeploop.lm import LoopLM
+from deeploop.memory import Live
+from deeploop.optim import adamw
+from deeploop.order import train_batch
+from deeploop.parallel import Ranks
+from deeploop.reading import Batch, figures, measure
+from deeploop.start import check_same, check_same_corpus, resolve
+
+
+def diagnose(
+    config: Config,
+    found: list[checkpoint.Checkpoint],
+    console: Console,
+    *,
+    probes: int = 4,
+    batch_size: int = 0,
+    draw: int = 0,
+) -> list[dict[str, Any]]:
+    """Diagnose a preset as it begins, or a run's checkpoints; returns what diagnose.json holds.
+
+    batch_size sequences (0: the run's micro-batch) and `probes` probes are drawn by `draw`.
+    Raises InputError for what cannot be diagnosed, before anything is written.
+    """
+    for name, value, least in (("probes", probes, 1), ("batch_size", batch_size, 0)):
+        if value < least:
+            raise InputError(f"{name}={value}: must be at least {least}")
+    corpus = load_corpus(
+        config.data.path,
+        config.data.tokenizer,
+        text_field=config.data.text_field,
+        val_fraction=config.data.val_fraction,
+        vocab_size=config.model.vocab_size or None,
+    )
+    for saved in found:
+        check_same(config, saved)
+        check_same_corpus(corpus, saved)
+    config = exact(config, corpus)
+    t = config.train
+    rows = batch_size or t.micro_batch or t.batch_size
+    batch = draw_batch(corpus, config, rows, probes, draw)
+    if t.out or not found:
+        folder = user_path(t.out, "train.out") if t.out else run.choose(config)
+    else:
+        folder = found[0].run
+    for line in describe(config, batch):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    readings = []
+    for step, model, optimizer in states(config, found):
+        measured = measure(model, optimizer, config, step, batch)
+        readings.append(figures(measured, config, step))
+    console.print(table(readings))
+    write(folder, config, batch, readings)
+    console.print(
+        f"wrote    {folder}/diagnose.json and diagnose.png", highlight=False, markup=False
+    )
+    return readings
+
+
+def checkpoints(path: str) -> list[checkpoint.Checkpoint]:
+    """The checkpoint at `path`, or all that the run there has kept, oldest first."""
+    found = checkpoint.find(path)
+    if user_path(path, "run").resolve() == found.path.resolve():
+        return [found]
+    return [checkpoint.find(str(step)) for step in checkpoint.steps(found.run)]
+
+
+def states(
+    config: Config, found: list[checkpoint.Checkpoint]
+) -> Iterator[tuple[int, LoopLM, torch.optim.AdamW]]:
+    """(step, model, optimizer) of the model as training begins, and of each checkpoint."""
+    for saved in (None, *found):
+        torch.manual_seed(config.train.seed)
+        model = LoopLM(config.model).to(config.train.device)
+        optimizer = adamw(model, config.train)
+        if saved is not None:
+            checkpoint.load_model(saved, model)
+            checkpoint.load_optimizer(saved, optimizer)
+        yield 0 if saved is None else saved.step, model, optimizer
+
+
+def draw_batch(corpus: Corpus, config: Config, rows: int, probes: int, seed: int) -> Batch:
+    """Held-out sequences, drawn by the seed alone."""
+    length = config.model.seq_len
+    if len(corpus.val) <= length:
+        raise InputError(
+            f"data.path={config.data.path!r}: {len(corpus.val)} held-out tokens are fewer than "
+            f"one sequence and its target ({length + 1}); give more text or a larger "
+            "data.val_fraction"
+        )
+    tokens, targets = train_batch(
+        corpus.val, seed=seed, step=0, global_batch=rows, seq_len=length, rows=range(rows)
+    )
+    device = config.train.device
+    return Batch(tokens.to(device), targets.to(device), probes, seed)
+
+
+def exact(config: Config, corpus: Corpus) -> Config:
+    """The run's configuration in float32 and eager; megablocks' experts by the plain loop."""
+    config = config.replace("train", precision="fp32", compile=False)
+    if config.model.moe.backend == "megablocks":
+        config = config.replace("model.moe", backend="loop")
+    return resolve(config, corpus, Ranks())
+
+
+def describe(config: Config, batch: Batch) -> list[str]:
+    """What is diagnosed, on what, and what it takes."""
+    m, t = config.model, config.train
+    rows, length = batch.tokens.shape
+    size = peak(config, rows) / 2**30
+    plan = "" if t.plan == "full" else f" (the run trains under {t.plan})"
+    return [
+        f"model    {config.preset}: {m.arm}, {m.n_layers} blocks x {m.loops} loops, width "
+        f"{m.d_model}",
+        f"batch    {rows} x {length} held-out tokens; gradients: full backprop, float32{plan}",
+        f"cost     {1 + batch.probes} backwards and 2 forwards a checkpoint, {size:.2f} GiB "
+        f"(counted) on {device_name(batch.tokens.device)}",
+    ]
+
+
+def peak(config: Config, rows: int) -> int:
+    """Bytes that a diagnosis of `rows` sequences holds at once, counted; none allocated."""
+    with FakeTensorMode(allow_non_fake_inputs=False), Live() as live:
+        model = LoopLM(config.model)
+        tokens = torch.zeros(rows, config.model.seq_len, dtype=torch.int64)
+        measure(model, adamw(model, config.train), config, 0, Batch(tokens, tokens, 1, 0))
+        return live.peak
+
+
+def table(readings: list[dict[str, Any]]) -> Table:
+    """A row for each state."""
+    made = Table(box=None, padding=(0, 1, 0, 0))
+    names = ("step", "loss", "kappa", "gamma", "p", "direct.", "cosine", "rms", "moved", "/bound")
+    for name in names:
+        made.add_column(name, justify="right", no_wrap=True)
+    made.add_column("largest at", no_wrap=True)
+    for r in readings:
+        values = (
+            r["kappa"], r["gamma"], r["p"], r["kappa_directional"], r["cosine"], r["rms"][-1][-1],
+        )  # fmt: skip
+        made.add_row(
+            str(r["step"]),
+            f"{r['loss']:.3f}",
+            *("-" if x is None else f"{x:.2f}" for x in values),
+            f"{r['update']['measured']:.1e}",
+            f"{r['update']['measured_over_bound']:.3f}",
+            r["sublayer"],
+        )
+    return made
+
+
+def write(folder: Path, config: Config, batch: Batch, readings: list[dict[str, Any]]) -> None:
+    """diagnose.json and diagnose.png."""
+    with disk_errors(f"folder {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
+    rows, length = batch.tokens.shape
+    about = {
+        "preset": config.preset,
+        "arm": config.model.arm,
+        "n_layers": config.model.n_layers,
+        "loops": config.model.loops,
+        "sequences": rows,
+        "seq_len": length,
+        "probes": batch.probes,
+        "draw": batch.seed,
+        "torch": torch.__version__,
+    }
+    write_json(folder / "diagnose.json", about | {"readings": readings})
+    from deeploop import plots  # matplotlib is slow to import
+
+    plots.diagnosis(readings, folder / "diagnose.png")

@@ -1,0 +1,29 @@
+"""The fit and the table of bench.kappa."""
+
+import pytest
+
+from bench.kappa import slope, small, table
+
+
+@pytest.mark.parametrize("gamma", [-0.5, 0.0, 1.0])
+def test_the_slope_is_the_power_of_the_loops(gamma):
+    loops = [2, 4, 8, 16]
+    assert slope(loops, [3 * r**gamma for r in loops]) == pytest.approx(gamma)
+
+
+def test_the_table_has_a_row_for_each_state_and_fits_each_seed():
+    """A seed that lacks an R (a run that diverged) is in the means, and in no fit."""
+    results = [
+        {"arm": "deeploop", "loops": r, "seed": s, "readings": [{"step": 0, "kappa": r + s}]}
+        for r in (2, 4)
+        for s in (0, 1)
+    ]
+    results[-1] = {"arm": "deeploop", "loops": 4, "seed": 1, "diverged": "loss is not finite"}
+    assert table(results, "kappa").splitlines()[2:] == [
+        "| deeploop | 0 | 2.5 (2 - 3) | 4 (4 - 4) | 1 (1 - 1) | 0.5 (0.5 - 0.5) |"
+    ]
+
+
+def test_every_half_of_a_run_is_kept(tmp_path):
+    train = small("baseline", 8, 1, 150, tmp_path).train
+    assert (train.save_every, train.keep, train.steps, train.seed) == (75, 0, 150, 1)

@@ -1,0 +1,154 @@
+"""deeploop diagnose: what it measures, what it writes, what it refuses."""
+
+import hashlib
+import json
+import math
+
+import pytest
+import torch
+
+from deeploop import checkpoint, scaling
+from deeploop.cli import main
+from deeploop.config import MoEConfig
+from deeploop.diagnose import checkpoints, diagnose, peak
+from deeploop.errors import InputError
+from deeploop.lm import LoopLM
+from deeploop.memory import Live
+from deeploop.optim import adamw
+from deeploop.reading import Batch, measure
+from deeploop.start import open_run
+
+EXPERTS = MoEConfig(experts=4, top_k=2, d_expert=16, shared=1)
+
+
+@pytest.fixture
+def trained(config, quiet):
+    """A run with checkpoints at steps 10 and 20."""
+    config = config.replace("train", eval_every=0)
+    trainer = open_run(config, quiet)
+    trainer.fit()
+    return trainer
+
+
+def files(folder):
+    return {p: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_a_run_is_diagnosed_as_it_began_and_at_each_checkpoint(trained, capsys):
+    before = files(trained.folder)
+    assert main(["diagnose", str(trained.folder), "--probes", "2"]) == 0
+    said = capsys.readouterr().out
+    for word in ("full backprop", "GiB", "kappa", "diagnose.png", "1 attention"):
+        assert word in said
+    found = json.loads((trained.folder / "diagnose.json").read_text())
+    assert (found["loops"], found["sequences"], found["probes"]) == (2, 4, 2)
+    assert [r["step"] for r in found["readings"]] == [0, 10, 20]
+    for r in found["readings"]:
+        check_reading(r, loops=2, sublayers=2)
+    assert (trained.folder / "diagnose.png").read_bytes().startswith(b"\x89PNG")
+    after = files(trained.folder)
+    assert {p: after[p] for p in before} == before
+
+
+def check_reading(r, loops, sublayers):
+    assert 0 <= r["kappa"] <= r["kappa_directional"] <= loops + 1e-9
+    assert r["gamma"] == pytest.approx(math.log(r["kappa"]) / math.log(loops))
+    assert r["p"] == pytest.approx((1 + r["gamma"]) / 4)
+    assert max(b["kappa"] for b in r["branches"]) == r["kappa"]
+    assert [b["kappa"] for b in r["branches"] if b["sublayer"] == r["sublayer"]] == [r["kappa"]]
+    assert len(r["kappa_by_probe"]) == 2
+    assert len(r["rms"]) == loops and len(r["rms"][0]) == sublayers
+    assert 0 < r["update"]["measured"] <= r["update"]["bound"] <= r["update"]["bound_untied"]
+    assert r["update"]["random"] < r["update"]["bound"]
+    assert r["budget"]["measured"] <= r["budget"]["aligned"] * (1 + 1e-9)
+
+
+def test_a_preset_is_diagnosed_as_its_run_begins(trained, config, quiet, tmp_path):
+    first = diagnose(trained.config, checkpoints(str(trained.folder)), quiet)[0]
+    fresh = diagnose(config.replace("train", out=str(tmp_path / "new")), [], quiet)
+    assert fresh == [first]
+    assert {p.name for p in (tmp_path / "new").iterdir()} == {"diagnose.json", "diagnose.png"}
+
+
+def test_a_checkpoint_alone(trained):
+    path = trained.folder / "checkpoints" / "step_000010"
+    assert [found.step for found in checkpoints(str(path))] == [10]
+    assert [found.step for found in checkpoints(str(trained.folder))] == [10, 20]
+
+
+def test_experts_loads_and_overlap_are_by_loop(config, quiet, tmp_path):
+    config = config.replace("model", arm="loom", loops=3, moe=EXPERTS)
+    (r,) = diagnose(config.replace("train", out=str(tmp_path / "x"), plan="segments"), [], quiet)
+    assert "(the run trains under segments)" in quiet.file.getvalue()
+    loads = torch.tensor(r["loads"])
+    assert loads.shape == (3, 1, 4) and (loads.sum(-1) == 4 * 16 * 2).all()
+    assert len(r["router_overlap"]) == len(r["load_spread"]) == 3
+    assert r["branches"][1]["sublayer"] == "1 MoE" and "budget" not in r
+
+
+def test_one_loop_has_no_exponent(config, quiet, tmp_path):
+    config = config.replace("model", loops=1).replace("train", out=str(tmp_path / "x"))
+    (r,) = diagnose(config, [], quiet)
+    assert r["gamma"] is r["p"] is r["cosine"] is None and 0 < r["kappa"] <= 1 + 1e-9
+
+
+@pytest.mark.parametrize("arm", ["deeploop", "loom"])
+def test_memory_is_counted_without_allocating_it(config, arm):
+    """What fake tensors say against what real ones take."""
+    config = config.replace("model", arm=arm, vocab_size=31, moe=EXPERTS)
+    tokens = torch.zeros(4, 16, dtype=torch.int64)
+    with Live() as live:
+        model = LoopLM(config.model)
+        measure(model, adamw(model, config.train), config, 0, Batch(tokens, tokens, 1, 0))
+    assert peak(config, 4) == pytest.approx(live.peak, rel=0.02)
+
+
+def test_what_cannot_be_diagnosed_is_refused(trained, config, quiet, tmp_path):
+    fresh = config.replace("train", out=str(tmp_path / "new"))
+    with pytest.raises(InputError, match="probes=0: must be at least 1"):
+        diagnose(fresh, [], quiet, probes=0)
+    with pytest.raises(InputError, match="batch_size=-1: must be at least 0"):
+        diagnose(fresh, [], quiet, batch_size=-1)
+    with pytest.raises(InputError, match=r"held-out tokens are fewer than one sequence"):
+        diagnose(fresh.replace("data", val_fraction=1e-3), [], quiet)
+    with pytest.raises(InputError, match=r"model.loops=3: the checkpoint .* trained with 2"):
+        diagnose(
+            trained.config.replace("model", loops=3), [checkpoint.find(str(trained.folder))], quiet
+        )
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("arguments", [["nowhere"], ["deeploop-tiny", "--probes", "0"]])
+def test_the_command_line_refuses_in_a_sentence(arguments, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["diagnose", *arguments]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert not any(tmp_path.iterdir())
+
+
+def test_help(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["diagnose", "--help"])
+    assert stopped.value.code == 0 and "--probes" in capsys.readouterr().out
+
+
+def test_budgets_are_those_of_the_rule(config, quiet, tmp_path):
+    """2 blocks x 2 loops: 1/(8N) untied, 1/(8K) aligned."""
+    config = config.replace("model", n_layers=2).replace("train", out=str(tmp_path / "x"))
+    (r,) = diagnose(config, [], quiet)
+    assert r["budget"]["untied"] == pytest.approx(1 / 32)
+    assert r["budget"]["aligned"] == pytest.approx(1 / 16) == scaling.aligned_budget(2, 2, 0.5)
+    assert r["budget"]["measured"] == pytest.approx(r["kappa"] / 32)
+    largest = {key: max(x for b in r["branches"] for x in b[key]) for key in ("u", "g")}
+    assert r["c_u"] == pytest.approx(largest["u"] * 16)  # beta/alpha = 1/(4N)
+    assert r["c_g"] == pytest.approx(largest["g"] * 16)
+
+
+def test_the_bounds_constants_do_not_change_with_the_loops(config, quiet, tmp_path):
+    """As DeepLoop's rule has it: at the start |U| and |G| of a visit fall as beta/alpha."""
+    found = []
+    for loops in (2, 8):
+        c = config.replace("model", loops=loops).replace("train", out=str(tmp_path / str(loops)))
+        found += diagnose(c, [], quiet)
+    for key in ("c_u", "c_g"):
+        assert found[0][key] == pytest.approx(found[1][key], rel=0.05)
