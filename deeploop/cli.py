@@ -99,11 +99,9 @@ def train(arguments: list[str]) -> int:
         print(parsed.config.to_json(), end="")
         return 0
     from deeploop import checkpoint
-    from deeploop.device import keep_freed_memory
     from deeploop.parallel import ranks
     from deeploop.start import describe, open_run
 
-    keep_freed_memory()
     found = None if parsed.resume is None else checkpoint.find(parsed.resume)
     with ranks() as place:
         console = Console(quiet=not place.lead)
@@ -248,10 +246,8 @@ def profile(arguments: list[str]) -> int:
         f"names a corpus. Presets: {SUMMARY}.",
     )
     from deeploop import profile, start
-    from deeploop.device import keep_freed_memory
     from deeploop.parallel import ranks
 
-    keep_freed_memory()
     steps = profile.Steps(a.warmup, a.config.train.steps, a.traced)
     with ranks() as place:
         console = Console(quiet=not place.lead)
