@@ -31,7 +31,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import statistics
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -46,13 +45,11 @@ from bench.timing import (
     Budget,
     graphed,
     in_words,
-    interleaved,
-    interleaved_on_device,
     kernel_times,
+    measured,
     not_compiling,
     peak_of,
     relative_error,
-    spread,
 )
 from deeploop.device import pick_device
 from deeploop.kernels import reference
@@ -206,26 +203,15 @@ def stop(reason: str) -> NoReturn:
 def medians(
     calls: dict[str, Callable[[], object]], stream: Any, missing: dict[str, str]
 ) -> dict[str, dict[str, Any]]:
-    """seconds and call_seconds of every contender (see the top)."""
-    wall = interleaved(calls)
-    device = wall
-    if CUDA:
-        replays = {}
-        for name, run in calls.items():
-            try:
-                replays[name] = graphed(run, stream)
-            except RuntimeError as error:
-                missing[name] = f"timed without a CUDA graph: {in_words(error)}"
-                replays[name] = run
-        device = interleaved_on_device(replays)
-    return {
-        name: {
-            "seconds": statistics.median(seconds),
-            "spread": spread(seconds),
-            "call_seconds": statistics.median(wall[name]),
-        }
-        for name, seconds in device.items()
-    }
+    """What `measured` says of every contender, on CUDA by replays of graphs (see the top)."""
+    replays = {}
+    for name, run in calls.items() if CUDA else ():
+        try:
+            replays[name] = graphed(run, stream)
+        except RuntimeError as error:
+            missing[name] = f"timed without a CUDA graph: {in_words(error)}"
+            replays[name] = run
+    return measured(calls, DEVICE, rounds=30 if CUDA else 15, warmup=3, replays=replays)
 
 
 def assert_fused(op: Op, runner: Runner, direction: str) -> None:

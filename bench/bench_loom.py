@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from bench.record import say
-from bench.timing import in_words, launched
+from bench.timing import in_words
 from bench.training import Training, take_step, training
 from deeploop.config import Config
 from deeploop.device import computes_in_bf16, pick_device
@@ -30,6 +30,7 @@ from deeploop.presets import preset
 DEVICE = pick_device("auto")
 CUDA = DEVICE.type == "cuda"
 LOOPS = (3, 12, 6)  # the ends first, should the time run out
+FUSED = ("linear_update_forward", "expert_combine_forward", "sigmoid_router_forward")
 FULL = {
     "full": {"plan": "full"},
     "full, visit": {"plan": "full", "recompute": "visit"},
@@ -79,13 +80,15 @@ def test_plans(benchmark, machine, loops):
     found = runs(there, missing)
     calls = {name: lambda run=run: take_step(run) for name, run in found.items()}
     held = there.held()
-    entries = machine.compare(calls, {name: held for name in calls}, rounds=3)
+    entries = machine.compare(
+        calls, {name: held for name in calls}, rounds=3, fused={name: FUSED for name in calls}
+    )
     for entry in entries.values():
         entry["peak_bytes"] += there.held_bytes()
     work = {name: run.work() for name, run in found.items()}
     case = {"model": there.config.preset, "loops": loops, "batch": len(there.tokens)}
-    benchmark.extra_info |= machine.record("loom", case, there.dtype, work, entries, FULL, missing)
+    benchmark.extra_info |= machine.record(
+        "loom", case, there.dtype, work, entries, FULL, missing, ours=entries
+    )
     print(f"\n{say(benchmark.extra_info)}")
-    for run in calls.values():
-        launched(run, "linear_update_forward", "expert_combine_forward", "sigmoid_router_forward")
     benchmark.pedantic(calls["full"], rounds=1)

@@ -9,24 +9,27 @@ from the same weights and take the same batch, optimizer and clipping:
 * eager: every norm written out as one writes it (pow, mean, rsqrt, mul), all logits at
   once; under the same autocast;
 * eager_fp32: the same in float32, where shipped computes in bfloat16 (not on CUDA);
-* compile: torch.compile of eager, one graph of all loops; built while the seconds of
-  DEEPLOOP_BENCH_COMPILE_SECONDS (60) last, on a CPU only with DEEPLOOP_BENCH_COMPILE=1.
+* compile: eager with torch.compile of each visit (branch, residual rule, both norms) and of
+  head and loss, one graph each, so that building does not grow with the loops; built while
+  the seconds of DEEPLOOP_BENCH_COMPILE_SECONDS (60) last, on a CPU only with
+  DEEPLOOP_BENCH_COMPILE=1.
 
-Their losses must agree in float32 before anything is timed. One that runs out of memory
-is named. FLOPs are the model's (`deeploop.cost`), bytes those that the operators move;
+Shipped and eager must agree in float32, and all first losses in what they compute in, before
+anything is timed. One that does not, or runs out of memory, is named. FLOPs are the model's (`deeploop.cost`), bytes those that the operators move;
 peak memory has weights, moments and activations.
 """
 
 import contextlib
-import itertools
 import os
+from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from bench.record import say
-from bench.timing import Budget, in_words, launched, not_compiling
+from bench.timing import Budget, in_words, not_compiling, relative_error
 from bench.training import Training, optimize, take_step, training
 from deeploop.config import Config
 from deeploop.device import computes_in_bf16, pick_device
@@ -57,29 +60,43 @@ def norm_chain(x, gain, eps):
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * gain
 
 
-def eager_loss(model: LoopLM, tokens, targets):
+def eager_visit(branch, h, n, place, gain_out, gain_next, alpha, eps):
+    f = branch(n, place)
+    h = h + f if gain_out is None else norm_chain(alpha * h + f, gain_out, eps)
+    return h, norm_chain(h, gain_next, eps)
+
+
+def head_loss(n, head, targets):
+    logits = F.linear(n, head)
+    return F.cross_entropy(logits.view(-1, logits.shape[-1]).float(), targets.view(-1))
+
+
+class Pieces(NamedTuple):
+    """The functions that an eager step is made of."""
+
+    visit: Callable = eager_visit
+    loss: Callable = head_loss
+
+
+def eager_loss(model: LoopLM, tokens, targets, pieces=Pieces()):  # noqa: B008
     """The walk with every norm written out; the same function as the shipped one."""
     config, eps = model.config, model.config.norm_eps
     h = norm_chain(model.embedding(tokens), model.gain_embedding, eps)
     n = norm_chain(h, model.sublayers[0].gain_in, eps)
-    loops = range(config.loops)
-    visits = (
-        walk(config, model.sublayers, t, t + 1 == len(loops), model.gain_final) for t in loops
-    )
-    for visit in itertools.chain.from_iterable(visits):
-        f = visit.branch(n, Place(model.cos, model.sin, 0))
-        if visit.sublayer.gain_out is None:
-            h = h + f
-        else:
-            h = norm_chain(config.alpha * h + f, visit.sublayer.gain_out, eps)
-        n = norm_chain(h, visit.gain_next, eps)
-    logits = model.logits(n)
-    return F.cross_entropy(logits.view(-1, logits.shape[-1]).float(), targets.view(-1))
+    place = Place(model.cos, model.sin, 0)
+    for loop in range(config.loops):
+        last = loop + 1 == config.loops
+        for visit in walk(config, model.sublayers, loop, last, model.gain_final):
+            there = visit.sublayer
+            h, n = pieces.visit(
+                there.branch, h, n, place, there.gain_out, visit.gain_next, config.alpha, eps
+            )
+    return pieces.loss(n, model.head, targets)
 
 
-def eager_step(t: Training, precision: str, loss=eager_loss) -> torch.Tensor:
+def eager_step(t: Training, precision: str, pieces=Pieces()) -> torch.Tensor:  # noqa: B008
     with autocast(t.tokens.device, precision):
-        value = loss(t.model, t.tokens, t.targets)
+        value = eager_loss(t.model, t.tokens, t.targets, pieces)
     value.backward()
     optimize(t)
     return value.detach()
@@ -108,21 +125,27 @@ def contenders(config: Config, missing: dict[str, str]):
     if refused:
         missing["compile"] = refused
     else:
-        torch._dynamo.reset()
-        graph = torch.compile(eager_loss, dynamic=False)
-        wanted["compile"] = lambda t: eager_step(t, precision, graph)
-    found = {}
+        torch._dynamo.reset()  # each R is another alpha; there is a limit on those
+        pieces = Pieces(*(torch.compile(piece, fullgraph=True) for piece in Pieces()))
+        wanted["compile"] = lambda t: eager_step(t, precision, pieces)
+    found, expected = {}, torch.zeros(())
     for name, step in wanted.items():
         there = training(config, DEVICE)
         try:
             with COMPILING.spend() if name == "compile" else contextlib.nullcontext():
-                step(there)
+                loss = step(there)
         except Exception as error:
             if name == "shipped":
                 raise
             missing[name] = in_words(error)
-        else:
+            continue
+        expected = loss if name == "shipped" else expected
+        error = relative_error(loss, expected)
+        if error < 1e-2:  # of bfloat16; NaN is no less
             found[name] = step, there
+        else:
+            assert name != "shipped", f"loss {loss.item()}"
+            missing[name] = f"its first loss is off by {error:.1e}"
     return found
 
 
@@ -134,7 +157,8 @@ def test_training_step(benchmark, machine, arm, loops):
     found = contenders(config, missing)
     calls = {name: lambda f=f, t=t: f(t) for name, (f, t) in found.items()}
     held = {name: t.held() for name, (_, t) in found.items()}
-    entries = machine.compare(calls, held, rounds=15 if CUDA else 5)
+    fused = {"shipped": (f"{FUSED[arm]}_forward", f"{FUSED[arm]}_backward")}
+    entries = machine.compare(calls, held, rounds=15 if CUDA else 5, fused=fused)
     for name, entry in entries.items():
         if entry["peak_bytes"] is not None:
             entry["peak_bytes"] += found[name][1].held_bytes()
@@ -145,5 +169,4 @@ def test_training_step(benchmark, machine, arm, loops):
         "step", case, there.dtype, there.work(), entries, others, missing
     )
     print(f"\n{say(benchmark.extra_info)}")
-    launched(calls["shipped"], f"{FUSED[arm]}_forward", f"{FUSED[arm]}_backward")
     benchmark.pedantic(calls["shipped"], rounds=1)

@@ -10,8 +10,8 @@ its `Work`, and what `achieved` makes of the seconds:
     tflop_per_s the work's FLOPs over the time; of_matmul: over the measured matrix product
     of_floor    the least time that both ceilings allow, over the time
 
-`baselines` names those contenders that are not ours. pytest-benchmark writes the record as
-`extra_info`; `bench.report` reads it.
+`ours` names the contenders of this package, `baselines` those they are held against.
+pytest-benchmark writes the record as `extra_info`; `bench.report` reads it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from bench.counting import count
-from bench.timing import copy_bandwidth, matmul_ceiling, measured, peak_of
+from bench.timing import copy_bandwidth, kernel_times, matmul_ceiling, measured, peak_of
 from deeploop.device import device_name
 from deeploop.kernels import rows
 
@@ -52,6 +52,7 @@ class Machine:
         self.device = device
         self.setting = {
             "device": device_name(device),
+            "processor": processor(),
             "path": "triton" if device.type == "cuda" else "torch",
             "torch": torch.__version__,
             "triton": rows.triton.__version__ if rows.triton else None,
@@ -70,16 +71,26 @@ class Machine:
         calls: Mapping[str, Callable[[], object]],
         held: Mapping[str, Sequence[Tensor]],
         rounds: int,
+        fused: Mapping[str, Sequence[str]],
         opaque: Iterable[str] = ("compile",),
     ) -> dict[str, dict[str, Any]]:
-        """Contenders in turns, then the bytes each moves and holds at most, untimed.
+        """Contenders in turns; then, untimed, the bytes each moves and holds at most.
 
-        held: by contender the tensors that stay from call to call. Of `opaque` ones no
-        operators are to be seen: their bytes are None, on a CPU their peak, too.
+        held: by contender the tensors that stay from call to call. fused: words that the names
+        of its CUDA kernels must contain, or the fused path did not run (AssertionError). Of
+        `opaque` ones no operators are to be seen: their bytes are None, on a CPU their peak, too.
+
+        On a GPU kernel_seconds is the sum over the kernels of one call: what `seconds` has over
+        it, the device waited for the host.
         """
         cuda = self.device.type == "cuda"
         entries = measured(calls, self.device, rounds)
         for name, entry in entries.items():
+            launches = kernel_times(calls[name]) if cuda else []
+            for word in fused.get(name, ()) if cuda else ():
+                names = {kernel for kernel, _ in launches}
+                assert any(word in kernel for kernel in names), f"no {word} kernel in {names}"
+            entry["kernel_seconds"] = sum(s for _, s in launches) if cuda else None
             seen = name not in opaque
             entry["bytes"] = counted(calls[name], opened=not cuda)[0] if seen else None
             entry["peak_bytes"] = peak_of(calls[name], held[name]) if seen or cuda else None
@@ -94,11 +105,14 @@ class Machine:
         contenders: dict[str, dict[str, Any]],
         baselines: Iterable[str],
         missing: Mapping[str, str],
+        ours: Iterable[str] | None = None,
     ) -> Record:
         """One case, whole; the contenders' own entries are extended.
 
-        dtype: of its matrix products. work: the same for all, or by contender.
+        dtype: of its matrix products. work: the same for all, or by contender. ours: those of
+        this package; by default all that are no baselines.
         """
+        compared = [name for name in baselines if name in contenders]
         copy, matmul = self.copy, self.matmul(dtype)
         for name, entry in contenders.items():
             own = work if isinstance(work, Work) else work[name]
@@ -107,7 +121,8 @@ class Machine:
             "suite": suite, "case": case, "dtype": str(dtype).removeprefix("torch."),
             "copy_gb_per_s": copy, "matmul_tflop_per_s": matmul, "clocks": clocks(self.device),
             "contenders": contenders, "missing": dict(missing),
-            "baselines": [name for name in baselines if name in contenders],
+            "baselines": compared,
+            "ours": list(ours or (name for name in contenders if name not in compared)),
         }  # fmt: skip
 
 
@@ -126,6 +141,20 @@ def achieved(seconds: float, work: Work, copy: float, matmul: float) -> dict[str
     }
 
 
+def cpuinfo(field: str) -> list[str]:
+    """A field of every core, where the system is Linux."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return []
+    return re.findall(rf"^{field}\s*: (.+)$", text, re.MULTILINE)
+
+
+def processor() -> str:
+    """The CPU's name."""
+    return next(iter(cpuinfo("model name")), platform.processor())
+
+
 def commit() -> str | None:
     """Of this tree; DEEPLOOP_COMMIT names it where there is only a copy of the files."""
     given = os.environ.get("DEEPLOOP_COMMIT")
@@ -142,11 +171,7 @@ def clocks(device: torch.device) -> dict[str, float]:
     """
     if device.type == "cuda":
         return gpu_clocks(device)
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return {}
-    found = [float(x) for x in re.findall(r"^cpu MHz\s*: ([\d.]+)", text, re.MULTILINE)]
+    found = [float(x) for x in cpuinfo("cpu MHz")]
     return {"slowest_core": min(found), "fastest_core": max(found)} if found else {}
 
 

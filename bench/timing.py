@@ -148,24 +148,27 @@ def matmul_ceiling(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def measured(
-    calls: Mapping[str, Callable[[], object]], device: torch.device, rounds: int, warmup: int = 1
+    calls: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    rounds: int,
+    warmup: int = 1,
+    replays: Mapping[str, Callable[[], object]] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Contenders against each other, in turns: what a record says of each one's time.
 
     seconds: median of one call; on CUDA between two events, L2 flushed before; spread: the
     middle half over it; call_seconds: wall clock, device waited for (on a CPU the same).
-    On CUDA kernel_seconds is the sum over the kernels of one call: what `seconds` has over
-    it, the device waited for the host.
+    `replays` stand in for the calls between two events.
     """
     wall = interleaved(calls, rounds, warmup)
-    cuda = device.type == "cuda"
-    times = interleaved_on_device(calls, rounds, warmup) if cuda else wall
+    times = wall
+    if device.type == "cuda":
+        times = interleaved_on_device(replays or calls, rounds, warmup)
     return {
         name: {
             "seconds": statistics.median(seconds),
             "spread": spread(seconds),
             "call_seconds": statistics.median(wall[name]),
-            "kernel_seconds": sum(s for _, s in kernel_times(calls[name])) if cuda else None,
         }
         for name, seconds in times.items()
     }
@@ -209,20 +212,6 @@ def kernel_times(run: Callable[[], object]) -> list[tuple[str, float]]:
         if event.device_type == torch.autograd.DeviceType.CUDA
         and not event.name.startswith(("Memcpy", "Memset"))
     ]
-
-
-def launched(run: Callable[[], object], *wanted: str) -> None:
-    """Assert that one call launches kernels with these words in their names; CUDA alone."""
-    if not torch.cuda.is_available():
-        return
-    names = {name for name, _ in kernel_times(run)}
-    for word in wanted:
-        assert any(word in name for name in names), f"no {word} kernel in {sorted(names)}"
-
-
-def ratio(times: dict[str, list[float]], slow: str, fast: str) -> float:
-    """Median time of `slow` over median time of `fast`: how much faster `fast` is."""
-    return statistics.median(times[slow]) / statistics.median(times[fast])
 
 
 def spread(seconds: list[float]) -> float:
