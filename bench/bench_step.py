@@ -14,9 +14,10 @@ from the same weights and take the same batch, optimizer and clipping:
   the seconds of DEEPLOOP_BENCH_COMPILE_SECONDS (60) last, on a CPU only with
   DEEPLOOP_BENCH_COMPILE=1.
 
-Shipped and eager must agree in float32, and all first losses in what they compute in, before
-anything is timed. One that does not, or runs out of memory, is named. FLOPs are the model's (`deeploop.cost`), bytes those that the operators move;
-peak memory has weights, moments and activations.
+Shipped and eager must agree in float32, and all first losses in what they compute in,
+before anything is timed. One that does not, or runs out of memory, is named. FLOPs are the
+model's (`deeploop.cost`), bytes those that the operators move; peak memory has weights,
+moments and activations.
 """
 
 import contextlib
