@@ -31,7 +31,9 @@ def changes(now: Record, before: Record) -> Iterator[Change]:
     """Of the contenders that both records have."""
     both = [name for name in now["contenders"] if name in before["contenders"]]
     baselines = [name for name in now["baselines"] if name in both]
-    same = all(now.get(k) == before.get(k) for k in ("device", "processor"))
+    # A GPU's name says it all, a CPU's only how many threads there are.
+    where_run = ("device",) if now["path"] == "triton" else ("device", "processor")
+    same = all(now.get(k) == before.get(k) for k in where_run)
     for name in (name for name in now["ours"] if name in both):
         where = f"{', '.join(key(now))}, {name}"
         new, old = strongest(now, name, baselines), strongest(before, name, baselines)

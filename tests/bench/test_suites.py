@@ -105,8 +105,9 @@ def test_a_wrong_optimizer_is_told(monkeypatch):
 
 def test_decoding_with_and_without_a_cache():
     torch.manual_seed(0)
-    model = LoopLM(small().replace("model", seq_len=128).model).eval()
-    prompt = torch.randint(0, 64, (2, bench_decode.PROMPT))
+    sizes = {"seq_len": 128, "n_layers": 1, "loops": 2, "vocab_size": 4096}  # head as large as body
+    model = LoopLM(small().replace("model", **sizes).model).eval()
+    prompt = torch.randint(0, 4096, (2, bench_decode.PROMPT))
     tokens = bench_decode.recomputed(model, prompt, bench_decode.NEW)
     bench_decode.check(model, tokens)
     assert torch.equal(tokens, sample(model, prompt, bench_decode.NEW, temperature=0))
