@@ -7,26 +7,23 @@ are small; on CUDA it is the Triton kernels. First every contender is compared
 with the float64 reference: ours must agree, another that does not is named and
 left out, and only then is anything timed. Contenders take turns call by call.
 
-Each record (benchmark.extra_info["contenders"]) holds, in seconds and bytes:
+What a record (benchmark.extra_info) holds is in `bench.record`; of these contenders
 
 * seconds: median of one call. On CUDA: a graph replay between two events, L2
   flushed before, so launch overhead is not in it;
-* spread: the middle half of the rounds over their median;
 * call_seconds: median of one eager call, wall clock, device waited for (on a CPU
   the same as seconds). What it has over `seconds` is mostly launch overhead;
-* gb_per_s and of_copy: the op's floor in bytes over `seconds`, and its share of
-  this device's own copy bandwidth: the same work for everyone, so whoever moves
-  more than the floor scores lower;
-* peak_bytes: allocated at most by one forward and backward (CUDA only);
-
+* gb_per_s and of_copy: the same work for everyone, so whoever moves more than the
+  floor scores lower; FLOPs are those of the naive chain's arithmetic;
+* peak_bytes: allocated at most by one forward and backward;
 * bytes: what the call moves, counted operator by operator for eager, naive and, on
   a CPU, ours; on CUDA ours moves its floor (bench.traffic counts that); else None.
 
 DEEPLOOP_BENCH_COMPILE=1 adds torch.compile on a CPU too, where each case takes many
 seconds to build; on CUDA it runs until DEEPLOOP_BENCH_COMPILE_SECONDS (60) have gone
-into building. DEEPLOOP_BENCH_SECONDS=N skips what has not begun after N seconds, so
-that the results so far are still written; DEEPLOOP_BENCH_OPS="NAME ..." leaves only
-these ops.
+into building. DEEPLOOP_BENCH_SECONDS=N skips, in every suite, what has not begun after
+N seconds, so that the results so far are still written; DEEPLOOP_BENCH_OPS="NAME ..."
+leaves only these ops.
 """
 
 from __future__ import annotations
@@ -34,11 +31,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import platform
-import shutil
-import statistics
-import subprocess
-import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -47,21 +39,20 @@ import torch
 import torch._functorch.config
 from torch import Tensor
 
-from bench.counting import count
 from bench.ops import OPS, Contender, Op, compiled, contenders
+from bench.record import Work, counted
 from bench.timing import (
     Budget,
-    copy_bandwidth,
     graphed,
-    interleaved,
-    interleaved_on_device,
-    kernel_names,
+    in_words,
+    kernel_times,
+    measured,
+    not_compiling,
     peak_of,
     relative_error,
-    spread,
 )
-from deeploop.device import device_name, pick_device
-from deeploop.kernels import reference, rows
+from deeploop.device import pick_device
+from deeploop.kernels import reference
 
 DEVICE = pick_device("auto")
 CUDA = DEVICE.type == "cuda"
@@ -75,7 +66,6 @@ _ON_CUDA = [
 ]
 CASES = _ON_CUDA if CUDA else [(t, (1024, 768)) for t in (torch.bfloat16, torch.float32)]
 CHOSEN = os.environ.get("DEEPLOOP_BENCH_OPS", "").split()
-BEGAN, BUDGET = time.monotonic(), float(os.environ.get("DEEPLOOP_BENCH_SECONDS", "inf"))
 COMPILING = Budget(float(os.environ.get("DEEPLOOP_BENCH_COMPILE_SECONDS", "60")))
 # |error| / |value| against float64: a few units of rounding, more for sums of many rows.
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
@@ -92,28 +82,6 @@ OURS_FAILED = 9  # exit code; any other than 0 is a contender's fault
 
 # A saved tensor is read again by every timed backward.
 torch._functorch.config.donated_buffer = False
-
-
-@pytest.fixture(scope="session")
-def copy_gb_per_s() -> float:
-    return copy_bandwidth(DEVICE)
-
-
-@pytest.fixture(scope="session")
-def setting() -> dict[str, Any]:
-    """Where and with what: one entry per record."""
-    commit = os.environ.get("DEEPLOOP_COMMIT", "")  # where only a copy of the tree is
-    if not commit and shutil.which("git"):
-        command = ["git", "describe", "--always", "--dirty"]
-        commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    return {
-        "device": device_name(DEVICE),
-        "path": "triton" if CUDA else "torch",
-        "torch": torch.__version__,
-        "triton": rows.triton.__version__ if rows.triton else None,
-        "python": platform.python_version(),
-        "commit": commit or None,
-    }
 
 
 # ---------------------------------------------------------------------------
@@ -198,10 +166,9 @@ def runners(
     inputs = op.make_inputs(*shape, dtype, DEVICE)
     gradients, exact = exact_results(op, inputs, dtype)
     found, missing = contenders(op)
-    if not CUDA and os.environ.get("DEEPLOOP_BENCH_COMPILE") != "1":
-        missing["compile"] = "on a CPU only with DEEPLOOP_BENCH_COMPILE=1"
-    elif COMPILING.left <= 0:
-        missing["compile"] = "the seconds for building it are over"
+    refused = not_compiling(DEVICE, COMPILING)
+    if refused:
+        missing["compile"] = refused
     else:
         torch._dynamo.reset()  # every shape is a new compilation; there is a limit on those
         found.append(compiled(op))
@@ -229,11 +196,6 @@ def stop(reason: str) -> NoReturn:
     pytest.exit(reason, returncode=OURS_FAILED)
 
 
-def in_words(error: Exception) -> str:
-    lines = str(error).splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"
-
-
 # ---------------------------------------------------------------------------
 # Timing
 
@@ -241,41 +203,21 @@ def in_words(error: Exception) -> str:
 def medians(
     calls: dict[str, Callable[[], object]], stream: Any, missing: dict[str, str]
 ) -> dict[str, dict[str, Any]]:
-    """seconds and call_seconds of every contender (see the top)."""
-    wall = interleaved(calls)
-    device = wall
-    if CUDA:
-        replays = {}
-        for name, run in calls.items():
-            try:
-                replays[name] = graphed(run, stream)
-            except RuntimeError as error:
-                missing[name] = f"timed without a CUDA graph: {in_words(error)}"
-                replays[name] = run
-        device = interleaved_on_device(replays)
-    return {
-        name: {
-            "seconds": statistics.median(seconds),
-            "spread": spread(seconds),
-            "call_seconds": statistics.median(wall[name]),
-        }
-        for name, seconds in device.items()
-    }
-
-
-def counted_bytes(name: str, run: Callable[[], object], floor: int) -> int | None:
-    if name == "ours" and CUDA:
-        return floor
-    if name not in ATEN_ONLY:
-        return None
-    with count() as steps:
-        run()
-    return sum(step.unique for step in steps)
+    """What `measured` says of every contender, on CUDA by replays of graphs (see the top)."""
+    replays = {}
+    for name, run in calls.items() if CUDA else ():
+        try:
+            replays[name] = graphed(run, stream)
+        except RuntimeError as error:
+            missing[name] = f"timed without a CUDA graph: {in_words(error)}"
+            replays[name] = run
+    return measured(calls, DEVICE, rounds=30 if CUDA else 15, warmup=3, replays=replays)
 
 
 def assert_fused(op: Op, runner: Runner, direction: str) -> None:
     """Ours launched its own kernel, and nothing of the chain it replaces."""
-    names = kernel_names(runner.forward if direction == "forward" else runner.backward)
+    run = runner.forward if direction == "forward" else runner.backward
+    names = [name for name, _ in kernel_times(run)]
     ours = f"{FUSED.get(op.name, op.name)}_{direction}"
     if not any(ours in name for name in names):
         stop(f"no {ours} kernel in {names}")
@@ -298,26 +240,26 @@ def assert_fused(op: Op, runner: Runner, direction: str) -> None:
     CASES,
     ids=lambda x: f"{x[0]}x{x[1]}" if isinstance(x, tuple) else str(x).removeprefix("torch."),
 )
-def test_kernel(benchmark, op, shape, dtype, direction, copy_gb_per_s, setting):
-    if time.monotonic() - BEGAN > BUDGET:
-        pytest.skip(f"the {BUDGET:.0f} s for this bench are over")
+def test_kernel(benchmark, op, shape, dtype, direction, machine):
     right, missing = runners(op.name, shape, dtype)
     missing = dict(missing)
     calls = {name: getattr(runner, direction) for name, runner in right.items()}
     passes = op.floor[direction == "backward"]
     floor = passes * shape[0] * shape[1] * dtype.itemsize
-    records = medians(calls, right["ours"].stream, missing)
-    for name, record in records.items():
-        record["gb_per_s"] = floor / record["seconds"] / 1e9
-        record["of_copy"] = record["gb_per_s"] / copy_gb_per_s
-        record["bytes"] = counted_bytes(name, calls[name], floor)
-        record["peak_bytes"] = peak_of(right[name].both) if CUDA else None
-    benchmark.extra_info |= setting | {
-        "op": op.name, "direction": direction, "rows": shape[0], "d": shape[1],
-        "dtype": str(dtype).removeprefix("torch."), "floor_passes": passes,
-        "floor_bytes": floor, "copy_gb_per_s": copy_gb_per_s,
-        "contenders": records, "missing": missing,
-    }  # fmt: skip
+    entries = medians(calls, right["ours"].stream, missing)
+    seen = [name for name in calls if name in ATEN_ONLY and not (CUDA and name == "ours")]
+    moved = {name: counted(calls[name], opened=True) for name in seen}
+    for name, entry in entries.items():
+        entry["bytes"] = moved[name][0] if name in moved else None
+        aten = CUDA or name in ATEN_ONLY  # only of those a CPU counts what they hold
+        entry["peak_bytes"] = peak_of(right[name].both, right[name].inputs) if aten else None
+    if CUDA:
+        entries["ours"]["bytes"] = floor
+    work = Work(floor, moved["naive"][1] if "naive" in moved else None)
+    case = {"op": op.name, "direction": direction, "rows": shape[0], "d": shape[1]}
+    others = [name for name in entries if name != "ours"]
+    benchmark.extra_info |= machine.record("kernels", case, dtype, work, entries, others, missing)
+    benchmark.extra_info["floor_passes"] = passes
     benchmark.pedantic(calls["ours"], rounds=3)
     if CUDA:
         assert_fused(op, right["ours"], direction)

@@ -13,7 +13,10 @@ weights, router and updates:
   are leaves of their own, so that no gradient has to be stacked; autocast casts them;
 * megablocks: its dropless MLP behind our router, on CUDA in bfloat16 where it imports.
 
-All must agree before anything is timed. On a CPU the ratio depends on what else runs and
+All must agree before anything is timed. The floor reads every weight forward and backward
+and writes its gradient, in float32, and moves the stream and its norm as the update does
+(2 passes forward, 3 backward, each); the FLOPs are those of the chosen experts and the
+router. On a CPU the ratio depends on what else runs and
 on page faults: the load average before the first call and the faults of one call are part
 of the record. glibc maps tensors of 32 MiB and more anew at every step, 96 MB of gradients
 here, while the loop's small matrices come back from the heap: so freed memory stays in the
@@ -24,14 +27,14 @@ import contextlib
 import ctypes
 import os
 import resource
-import statistics
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from bench.timing import interleaved, peak_of, ratio, relative_error, spread
-from deeploop.device import computes_in_bf16, device_name, pick_device
+from bench.record import Work, say
+from bench.timing import relative_error
+from deeploop.device import computes_in_bf16, pick_device
 from deeploop.errors import InputError
 from deeploop.evaluate import autocast
 from deeploop.kernels import branch_sandwich, expert_combine, sigmoid_router
@@ -42,6 +45,7 @@ EXPERTS, TOP_K, D_MODEL, D_EXPERT = 32, 6, 512, 512
 SCALE = 0.1
 # On CUDA the host has to be waited for in the loop; more tokens show the GEMMs.
 TOKENS = (128, 4096, 65536) if DEVICE.type == "cuda" else (128, 4096)
+FUSED = ("sigmoid_router_forward", "expert_combine_forward")
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
 
 
@@ -106,8 +110,8 @@ def step(visit, layer, inputs, gradients, precision):
     return [*(y.detach() for y in outputs), n.grad]
 
 
-def layers(precision):
-    """The contenders, with the same weights."""
+def layers(precision, missing):
+    """The contenders, with the same weights; in `missing` why there is no megablocks."""
     torch.manual_seed(0)
     sizes = (D_MODEL, EXPERTS, TOP_K, D_EXPERT, 0, 1, 0.0)
     moe = MoE(*sizes).to(DEVICE)
@@ -118,13 +122,15 @@ def layers(precision):
         "loop": (one_dispatch, loop),
         "modules": (plain_loop, PlainLoop(moe)),
     }
-    if DEVICE.type == "cuda" and precision == "bf16":
+    if DEVICE.type != "cuda" or precision != "bf16":
+        missing["megablocks"] = "on CUDA in bfloat16 alone"
+    else:
         try:
             peer = MoE(*sizes, "megablocks").to(DEVICE)
             peer.load_state_dict(moe.state_dict())
             there["megablocks"] = (one_dispatch, peer)
-        except InputError as missing:
-            print(missing)
+        except InputError as error:
+            missing["megablocks"] = str(error)
     return there
 
 
@@ -140,14 +146,23 @@ def parameter_gradients(layer):
     return [layer.gate_up.grad, layer.down.grad, layer.routers[0].grad]
 
 
+def work(tokens: int, itemsize: int) -> Work:
+    expert = 3 * D_MODEL * D_EXPERT
+    weights = EXPERTS * (expert + D_MODEL)
+    stream = 5 * tokens * D_MODEL * (4 + itemsize)
+    flops = 3 * 2 * tokens * (TOP_K * expert + EXPERTS * D_MODEL)
+    return Work(3 * 4 * weights + stream, flops, tokens)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("tokens", TOKENS)
-def test_routed_experts(benchmark, tokens, precision):
+def test_routed_experts(benchmark, machine, tokens, precision):
     if precision == "bf16" and not computes_in_bf16(DEVICE):
         pytest.skip("this CPU emulates bfloat16: a loop's step takes ten times as long")
     keep_freed_memory()
     load = os.getloadavg()[0]
-    there = layers(precision)
+    missing: dict[str, str] = {}
+    there = layers(precision, missing)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     h = torch.randn(tokens, D_MODEL, device=DEVICE)
     inputs = (h, torch.randn_like(h).to(dtype).requires_grad_())
@@ -162,22 +177,17 @@ def test_routed_experts(benchmark, tokens, precision):
             error = relative_error(value, expected)
             assert error < TOLERANCE[precision], f"{name} is off by {error:.1e}"
     slow = DEVICE.type == "cpu" and tokens > 1000
-    times = interleaved(runs, rounds=7 if slow else 31, warmup=1 if slow else 3)
-    benchmark.extra_info |= {
-        "device": device_name(DEVICE),
-        "bf16_in_hardware": computes_in_bf16(DEVICE),
-        "load_average_before": load,
-        "page_faults": {name: page_faults(run) for name, run in runs.items()},
-        "tokens": tokens,
-        "precision": precision,
-        "seconds": {name: statistics.median(t) for name, t in times.items()},
-        "spread": {name: spread(t) for name, t in times.items()},
-        "over_grouped_mm": {
-            name: ratio(times, name, "grouped_mm") for name in times if name != "grouped_mm"
-        },
-        "peak_bytes": {
-            name: peak_of(run) if DEVICE.type == "cuda" else None for name, run in runs.items()
-        },
-    }
-    print(f"\n{benchmark.extra_info}")
+    held = {name: [*layer.parameters(), *inputs, *gradients] for name, (_, layer) in there.items()}
+    entries = machine.compare(
+        runs, held, rounds=7 if slow else 31, fused={"grouped_mm": FUSED}, opaque=("megablocks",)
+    )
+    for name, entry in entries.items():
+        entry["page_faults"] = page_faults(runs[name])
+    case = {"tokens": tokens, "experts": EXPERTS, "top_k": TOP_K}
+    others = [name for name in entries if name != "grouped_mm"]
+    benchmark.extra_info |= machine.record(
+        "experts", case, dtype, work(tokens, dtype.itemsize), entries, others, missing
+    )
+    benchmark.extra_info["load_average_before"] = load
+    print(f"\n{say(benchmark.extra_info)}")
     benchmark.pedantic(runs["grouped_mm"], rounds=1)

@@ -13,7 +13,13 @@ Two kinds of step are recorded, in order, while `count()` is open:
   eager kernel behaves at best, so baselines are counted in their own favour.
 
 Operators of this package are opened up: their Triton launches and the ATen calls
-beside them (copies of strided inputs, the final sum over partial results) count.
+beside them (copies of strided inputs, the final sum over partial results) count. On a
+GPU their launches are not seen: there `count(opened=False)` takes each of them for one
+operator, which reads its inputs and writes its outputs once.
+
+An ATen operator's FLOPs are those of a matrix product, or an operation for each element
+of the largest tensor it takes or makes where it does arithmetic; a Triton kernel's are
+not counted.
 """
 
 from __future__ import annotations
@@ -25,12 +31,19 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.flop_counter import flop_registry
 
 READ, WRITE = 0, 1
 # They make or name memory and touch none of its values.
 ALLOCATIONS = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach")
 # They change their first argument, or copy its shape, without looking at its values.
 OVERWRITES = ("fill_", "zero_", "copy_", "zeros_like", "ones_like", "full_like", "new_zeros")
+# Operations on an element; without the _ of their forms in place, and _foreach_.
+ARITHMETIC = {
+    "add": 1, "sub": 1, "rsub": 1, "mul": 1, "div": 1, "neg": 1, "pow": 1, "square": 1, "sqrt": 1,
+    "rsqrt": 1, "reciprocal": 1, "exp": 1, "log": 1, "sigmoid": 1, "sum": 1, "mean": 1,
+    "lerp": 3, "addcmul": 3, "addcdiv": 3, "linalg_vector_norm": 2, "norm": 2,
+}  # fmt: skip
 
 
 class Moved(NamedTuple):
@@ -58,6 +71,7 @@ class Step(NamedTuple):
     name: str
     kernel: bool  # a Triton launch
     moved: list[Moved]
+    flops: int = 0
 
     @property
     def unique(self) -> int:
@@ -69,13 +83,13 @@ class Step(NamedTuple):
 
 
 @contextlib.contextmanager
-def count() -> Iterator[list[Step]]:
+def count(opened: bool = True) -> Iterator[list[Step]]:
     """The steps executed inside, Triton's included where the interpreter is on."""
     steps: list[Step] = []
     with contextlib.ExitStack() as stack:
         if interpreting():
             stack.enter_context(_counted_launches(steps))
-        stack.enter_context(_AtenCounter(steps))
+        stack.enter_context(_AtenCounter(steps, opened))
         yield steps
 
 
@@ -215,13 +229,13 @@ def distinct_bytes(x: Tensor) -> int:
 
 
 class _AtenCounter(TorchDispatchMode):
-    def __init__(self, steps: list[Step]):
+    def __init__(self, steps: list[Step], opened: bool):
         super().__init__()
-        self.steps = steps
+        self.steps, self.opened = steps, opened
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func.namespace == "deeploop":
+        if func.namespace == "deeploop" and self.opened:
             # A mode does not see inside a custom op; the plain function under it does.
             from torch._library.custom_ops import OPDEFS
 
@@ -233,7 +247,8 @@ class _AtenCounter(TorchDispatchMode):
             return result
         moved = self._moved(func, name, args, kwargs, result)
         if moved:
-            self.steps.append(Step(str(func), False, moved))
+            flops = _flops(func.overloadpacket, args, kwargs, result)
+            self.steps.append(Step(str(func), False, moved, flops))
         return result
 
     def _moved(self, func, name, args, kwargs, result) -> list[Moved]:
@@ -258,6 +273,15 @@ class _AtenCounter(TorchDispatchMode):
                 moved.append(Moved("result", tuple(x.shape), 0, size, 0, size))
         aliases_only = not changed and not any(m.written for m in moved)
         return [] if aliases_only else [m for m in moved if m.unique]
+
+
+def _flops(packet: Any, args: Any, kwargs: Any, result: Any) -> int:
+    if packet in flop_registry:
+        return int(flop_registry[packet](*args, **kwargs, out_val=result))
+    each = ARITHMETIC.get(packet.__name__.removeprefix("_foreach_").rstrip("_"), 0)
+    if not each:
+        return 0
+    return each * max(sum(x.numel() for x in _tensors(value)) for value in (*args, result))
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -8,12 +8,14 @@
 # stage has its time cap; the first check that fails ends the run, so no speed is
 # ever written behind a failing check. Exit code 3: there is no GPU.
 #
-# Speed has a process for each op, the shape of a 124M model first and the others
-# while time lasts: a contender that takes its process down costs that op's records
-# and an exit code of 1 at the end, an op of ours that fails ends the run.
+# Speed has a process for each op at the shape of a 124M model, then for each suite of
+# models (bench/bench_NAME.py, where the trainer's packages are there), then for each op at
+# the other shapes, while time lasts: a contender that takes its process down costs its
+# records and an exit code of 1 at the end, an op of ours that fails ends the run.
 #
-# OPS="NAME ..." times only these. TUNE=1 first times every launch setting (python -m
-# bench.tune) for TUNE_SECONDS (200). STEPS=1 ends with 20 steps of the 124M model at
+# OPS="NAME ..." times only these, SUITES="NAME ..." only those (step loom moe optimizer
+# decode); either may be empty, so that the time goes to the other. TUNE=1 first times
+# every launch setting (python -m bench.tune) for TUNE_SECONDS (200). STEPS=1 ends with 20 steps of the 124M model at
 # R = 1 and R = 7, where the trainer's packages are there. SKIP_MEMCHECK=1 leaves
 # compute-sanitizer out (it is left out by itself where it is not installed).
 # DEEPLOOP_COMMIT names the commit where there is no .git.
@@ -93,44 +95,50 @@ if [ "${TUNE:-0}" = 1 ] && [ "$dry" != 1 ]; then
 fi
 
 failed=0
-speed() { # op, part of the shapes, pytest's -k for it
+speed() { # what, part, bench file, pytest's -k, seconds at most, seconds of a case
     local json=$name-$1-$2.json left=$((440 - SECONDS)) code=0
     if [ "$left" -lt 30 ]; then
         echo "== speed of $1, $2: no time left"
         return
     fi
-    [ "$left" -gt 90 ] && left=90
+    [ "$left" -gt "$5" ] && left=$5
     echo "== speed of $1, $2 (at most $left s)"
     # A case that has begun must still end inside the cap.
-    DEEPLOOP_BENCH_OPS=$1 DEEPLOOP_BENCH_SECONDS=$((left - 20)) \
+    DEEPLOOP_BENCH_OPS=$1 DEEPLOOP_BENCH_SECONDS=$((left > $6 ? left - $6 : 1)) \
         DEEPLOOP_BENCH_COMPILE_SECONDS=$((left / 3)) timeout --kill-after=10 "$left" \
-        "$python" -m pytest -q -p no:cacheprovider bench/bench_kernels.py -k "$3" \
+        "$python" -m pytest -q -p no:cacheprovider "bench/$3" -k "$4" \
         --benchmark-json="$json" || code=$?
     if [ "$code" = 9 ]; then
         echo "h200.sh: $1 failed; nothing after it was run"
         exit 1
     elif [ "$code" != 0 ] && [ "$code" != 5 ]; then # 5: no such case
-        echo "h200.sh: $1, $2: a contender ended it with exit code $code; records are missing"
+        echo "h200.sh: $1, $2: it ended with exit code $code; records are missing"
         failed=1
     fi
     [ -s "$json" ] || rm -f "$json"
 }
 
 ops="post_sandwich pre_norm branch_sandwich looping_update expert_combine sigmoid_router"
-ops=${OPS:-$ops looping_update_two inject}
+ops="$ops looping_update_two inject" suites="step loom moe optimizer decode"
 main=65536x768
-[ "$dry" = 1 ] && main=1024x768 ops=${OPS:-post_sandwich} # the CPU has this shape alone
-for op in $ops; do speed "$op" main "$main"; done
-for op in $ops; do speed "$op" others "not $main"; done
+[ "$dry" = 1 ] && main=1024x768 ops=post_sandwich suites=optimizer # the CPU has this shape alone
+ops=${OPS-$ops} suites=${SUITES-$suites}
+if ! "$python" -c 'import tyro, rich, safetensors' 2>/dev/null; then
+    echo "== suites of models: skipped, the trainer's packages are not there"
+    suites=
+fi
+for op in $ops; do speed "$op" main bench_kernels.py "$main" 90 20; done
+for suite in $suites; do speed "$suite" suite "bench_$suite.py" "test_" 150 70; done
+for op in $ops; do speed "$op" others bench_kernels.py "not $main" 90 20; done
 shopt -s nullglob
-files=("$name"-*-main.json "$name"-*-others.json)
+files=("$name"-*-main.json "$name"-*-suite.json "$name"-*-others.json)
 if [ ${#files[@]} = 0 ]; then
     echo "h200.sh: nothing was timed"
     exit 1
 fi
-timeout 60 "$python" -m bench.report "${files[@]}" --png "$name.png" >"$name.md"
+timeout 60 "$python" -m bench.report "${files[@]}" --plots "$name" >"$name.md"
 cat "$name.md"
-echo "== written: ${files[*]} $name.md $name.png, $SECONDS s in all"
+echo "== written: ${files[*]} $name.md $name/*.png, $SECONDS s in all"
 
 steps() { # loops
     local out limit=$((470 - SECONDS))

@@ -1,12 +1,18 @@
-"""Markdown (and bars) from the JSON that pytest-benchmark writes.
+"""Markdown, plots and regressions from the JSON that pytest-benchmark writes.
 
-    python -m bench.report FILE.json... [--png FILE.png]
+    python -m bench.report FILE.json... [--plots FOLDER] [--against OLD.json [--tolerance 1.10]]
 
-Several files make one report: kernel records (bench_kernels.py) of the same device
-and software stand together, by op. They become one table per device: ours in
-microseconds, GB/s and share of the device's copy bandwidth, every other contender
-as its time over ours, and ours against the strongest of them (over 1: ours is
-faster). Any other record is listed with its median and what it noted down.
+Several files make one report. Records (`bench.record`) of the same device and software stand
+together, in a table for each suite: ours with its share of the device's measured ceilings,
+every baseline as its time over ours, and ours against the strongest of them (over 1: ours is
+faster). Any other benchmark is listed with its median and what it noted down.
+
+--plots draws kernels.png (shares of the copy bandwidth), roofline.png, step.png (step time by
+loops) and loom.png (time and memory by plan and loops), whichever there are records for.
+
+--against compares with stored results, case by case: the ratio to the strongest baseline that
+both know and, on the same device, time and peak memory. What is worse by more than the
+tolerance is named, and the exit code is 1; what is better by as much is told, too.
 """
 
 from __future__ import annotations
@@ -14,156 +20,65 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
-BASELINES = ("eager", "compile", "liger", "apex", "naive")
-Record = dict[str, Any]
+from bench.record import Record
+from bench.regressions import compare
+from bench.tables import markdown
+from deeploop.errors import InputError
 
 
 def load(paths: list[Path]) -> tuple[list[Record], list[Record]]:
-    """Kernel records, and the rest."""
-    benchmarks = [b for path in paths for b in json.loads(path.read_text())["benchmarks"]]
-    kernels = [b["extra_info"] for b in benchmarks if "contenders" in b["extra_info"]]
-    return kernels, [b for b in benchmarks if "contenders" not in b["extra_info"]]
+    """Records, and benchmarks that wrote none; raises InputError for what cannot be read."""
+    benchmarks = []
+    for path in paths:
+        try:
+            benchmarks += json.loads(path.read_text())["benchmarks"]
+        except OSError as error:
+            raise InputError(f"{path}: could not be read ({error.strerror})") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{path}: is not what pytest-benchmark writes") from error
+    if not benchmarks:
+        raise InputError(f"no benchmark ran in {', '.join(map(str, paths))}")
+    records = [normalised(b["extra_info"]) for b in benchmarks if "contenders" in b["extra_info"]]
+    return records, [b for b in benchmarks if "contenders" not in b["extra_info"]]
 
 
-def strongest(record: Record) -> tuple[str, float] | None:
-    """The fastest contender that is not ours, and its time over ours."""
-    contenders = record["contenders"]
-    others = {name: c["seconds"] for name, c in contenders.items() if name != "ours"}
-    if not others:
-        return None
-    name = min(others, key=lambda n: others[n])
-    return name, others[name] / contenders["ours"]["seconds"]
-
-
-def row(record: Record) -> str:
-    contenders = record["contenders"]
-    ours = contenders["ours"]
-    cells = [
-        record["op"],
-        record["direction"],
-        f"{record['rows']} x {record['d']}",
-        record["dtype"],
-        f"{record['floor_passes']:g}",
-        f"{ours['seconds'] * 1e6:.1f}",
-        f"{ours['spread']:.0%}",
-        f"{ours['call_seconds'] * 1e6:.1f}",
-        f"{ours['gb_per_s']:.3g}",
-        f"{ours['of_copy']:.0%}",
-    ]
-    for name in BASELINES:
-        there = name in contenders
-        cells.append(f"{contenders[name]['seconds'] / ours['seconds']:.2f}" if there else "-")
-    best = strongest(record)
-    cells.append(f"**{best[1]:.2f}** ({best[0]})" if best else "-")
-    peak = ours["peak_bytes"]
-    cells.append("-" if peak is None else f"{peak / 2**20:.0f}")
-    return "| " + " | ".join(cells) + " |"
-
-
-def kernel_table(records: list[Record]) -> str:
-    first = records[0]
-    head = ["op", "", "rows x d", "dtype", "floor, passes", "us", "spread", "us per call"]
-    head += ["GB/s", "of copy"]
-    head += [*(f"{name} / ours" for name in BASELINES), "strongest / ours", "peak, MiB"]
-    copies = sorted({f"{record['copy_gb_per_s']:.4g}" for record in records}, key=float)
-    order = [record["op"] for record in records]
-    records = sorted(records, key=lambda record: order.index(record["op"]))
-    lines = [
-        f"## {first['device']}",
-        "",
-        f"torch {first['torch']}, triton {first['triton']}, Python {first['python']}, "
-        f"commit {first['commit']}; ours runs on {first['path']}; "
-        f"copy bandwidth {' to '.join([copies[0], *copies[1:][-1:]])} GB/s measured here.",
-        "",
-        "GB/s is the op's floor in bytes over time; `us` has no launch overhead on CUDA, "
-        "`us per call` has; spread is the middle half of the rounds over their median.",
-        "",
-        "| " + " | ".join(head) + " |",
-        "|---|---|---|---|" + "---:|" * (len(head) - 4),
-        *map(row, records),
-    ]
-    reasons = sorted(
-        {f"{name}: {why}" for record in records for name, why in record["missing"].items()}
-    )
-    if reasons:
-        lines += ["", "Not there:", "", *(f"- {reason}" for reason in reasons)]
-    return "\n".join(lines)
-
-
-def other_table(benchmarks: list[Record]) -> str:
-    lines = ["## Other", "", "| bench | median, ms | notes |", "|---|---:|---|"]
-    for b in benchmarks:
-        notes = "; ".join(f"{key}: {show(value)}" for key, value in b["extra_info"].items())
-        lines.append(f"| {b['name']} | {b['stats']['median'] * 1e3:.4g} | {notes} |")
-    return "\n".join(lines)
-
-
-def show(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {show(v)}" for key, v in value.items())
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def markdown(kernels: list[Record], others: list[Record]) -> str:
-    by_device: dict[str, list[Record]] = defaultdict(list)
-    for record in kernels:
-        setting = (record[key] for key in ("device", "torch", "triton", "commit"))
-        by_device["|".join(map(str, setting))].append(record)
-    parts = [kernel_table(records) for records in by_device.values()]
-    if others:
-        parts.append(other_table(others))
-    return "\n\n".join(parts)
-
-
-def plot(records: list[Record], path: Path) -> None:
-    """Bars: everyone's share of the copy bandwidth, one group per case."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    names = ["ours", *BASELINES]
-    names = [name for name in names if any(name in r["contenders"] for r in records)]
-    figure, axes = plt.subplots(figsize=(10, 0.9 + 0.16 * len(records) * len(names)))
-    height = 0.85 / len(names)
-    for i, name in enumerate(names):
-        places = [k + i * height for k, r in enumerate(records) if name in r["contenders"]]
-        shares = [
-            100 * r["contenders"][name]["of_copy"] for r in records if name in r["contenders"]
-        ]
-        axes.barh(places, shares, height, label=name)
-    labels = [f"{r['op']} {r['direction']}\n{r['rows']} x {r['d']} {r['dtype']}" for r in records]
-    axes.set_yticks([k + 0.4 for k in range(len(records))], labels, fontsize=7)
-    axes.invert_yaxis()
-    axes.set_xlabel(f"floor bytes / time, % of copy bandwidth ({records[0]['device']})")
-    axes.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+def normalised(info: Record) -> Record:
+    """A record as `bench.record` writes it; the first kernel results had no suite."""
+    if "suite" in info:
+        return info
+    case = {key: info[key] for key in ("op", "direction", "rows", "d")}
+    baselines = [name for name in info["contenders"] if name != "ours"]
+    return info | {"suite": "kernels", "case": case, "baselines": baselines, "ours": ["ours"]}
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.report", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--png", type=Path, help="also draw bars into this file")
+    parser.add_argument("--plots", type=Path, help="also draw PNGs into this folder")
+    parser.add_argument("--against", nargs="+", type=Path, help="compare with these results")
+    parser.add_argument("--tolerance", type=float, default=1.1, help="factor that is still alike")
     options = parser.parse_args(argv)
-    for path in options.files:
-        if not path.is_file():
-            print(f"bench.report: no file {path}", file=sys.stderr)
-            return 2
-    kernels, others = load(options.files)
-    if not kernels and not others:
-        print("bench.report: no benchmark ran in these files", file=sys.stderr)
+    try:
+        if not options.tolerance >= 1:
+            raise InputError(f"--tolerance {options.tolerance}: must be a factor of at least 1")
+        records, others = load(options.files)
+        before = load(options.against)[0] if options.against else None
+        text, worse = ("", False) if before is None else compare(records, before, options.tolerance)
+    except InputError as error:
+        print(f"bench.report: {error}", file=sys.stderr)
         return 2
-    print(markdown(kernels, others))
-    if options.png and kernels:
-        plot(kernels, options.png)
-    return 0
+    print(markdown(records, others))
+    if text:
+        print(f"\n{text}")
+    if options.plots:
+        from bench import charts  # matplotlib is slow to import
+
+        for path in charts.draw(records, options.plots):
+            print(f"written: {path}", file=sys.stderr)
+    return int(worse)
 
 
 if __name__ == "__main__":

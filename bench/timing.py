@@ -1,9 +1,12 @@
 """Timing that holds on a machine whose speed drifts: contenders take turns in one run."""
 
 import contextlib
+import os
+import shutil
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +27,20 @@ class Budget:
             yield
         finally:
             self.left -= time.monotonic() - begin
+
+
+def not_compiling(device: torch.device, budget: Budget) -> str | None:
+    """Why torch.compile is no contender here and now; None where it is."""
+    if device.type == "cpu" and os.environ.get("DEEPLOOP_BENCH_COMPILE") != "1":
+        return "on a CPU only with DEEPLOOP_BENCH_COMPILE=1"
+    if device.type == "cpu" and shutil.which("g++") is None:
+        return "on a CPU it needs a C++ compiler, and g++ is not found"
+    return "the seconds for building it are over" if budget.left <= 0 else None
+
+
+def in_words(error: Exception) -> str:
+    lines = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
 
 
 def interleaved(
@@ -117,8 +134,61 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * n_bytes / statistics.median(seconds) / 1e9
 
 
-def peak_of(run: Callable[[], object]) -> int:
-    """Bytes a call holds at most on the current CUDA device beyond what was there."""
+def matmul_ceiling(device: torch.device, dtype: torch.dtype) -> float:
+    """TFLOP/s of one large square matrix product in a dtype, as PyTorch is set up here.
+
+    What code whose work is matrix products can hope for on this device.
+    """
+    n = 8192 if device.type == "cuda" else 2048
+    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    timed = interleaved_on_device if device.type == "cuda" else interleaved
+    seconds = timed({"matmul": lambda: torch.mm(a, b, out=out)}, rounds=7, warmup=1)["matmul"]
+    return 2 * n**3 / statistics.median(seconds) / 1e12
+
+
+def measured(
+    calls: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    rounds: int,
+    warmup: int = 1,
+    replays: Mapping[str, Callable[[], object]] | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Contenders against each other, in turns: what a record says of each one's time.
+
+    seconds: median of one call; on CUDA between two events, L2 flushed before; spread: the
+    middle half over it; call_seconds: wall clock, device waited for (on a CPU the same).
+    `replays` stand in for the calls between two events.
+    """
+    wall = interleaved(calls, rounds, warmup)
+    times = wall
+    if device.type == "cuda":
+        times = interleaved_on_device(replays or calls, rounds, warmup)
+    return {
+        name: {
+            "seconds": statistics.median(seconds),
+            "spread": spread(seconds),
+            "call_seconds": statistics.median(wall[name]),
+        }
+        for name, seconds in times.items()
+    }
+
+
+def peak_of(run: Callable[[], object], held: Iterable[Tensor] = ()) -> int:
+    """Bytes a call holds at most beyond what was there before.
+
+    On a CPU they are counted, by storages (`deeploop.memory.Live`); `held` are then those
+    tensors from before that the call may look at.
+    """
+    if not torch.cuda.is_available():
+        from deeploop.memory import Live  # needs the trainer's packages
+
+        with Live() as live:
+            for tensor in held:
+                live.add(tensor)
+            before = live.now
+            run()
+        return live.peak - before
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -127,8 +197,8 @@ def peak_of(run: Callable[[], object]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def kernel_names(run: Callable[[], object]) -> list[str]:
-    """Names of the CUDA kernels one call launches, in order."""
+def kernel_times(run: Callable[[], object]) -> list[tuple[str, float]]:
+    """Name and seconds of the CUDA kernels one call launches, in order."""
     from torch.profiler import ProfilerActivity, profile
 
     run()
@@ -137,16 +207,11 @@ def kernel_names(run: Callable[[], object]) -> list[str]:
         run()
         torch.cuda.synchronize()
     return [
-        event.name
+        (event.name, event.time_range.elapsed_us() / 1e6)
         for event in profiled.events()
         if event.device_type == torch.autograd.DeviceType.CUDA
         and not event.name.startswith(("Memcpy", "Memset"))
     ]
-
-
-def ratio(times: dict[str, list[float]], slow: str, fast: str) -> float:
-    """Median time of `slow` over median time of `fast`: how much faster `fast` is."""
-    return statistics.median(times[slow]) / statistics.median(times[fast])
 
 
 def spread(seconds: list[float]) -> float:

@@ -1,0 +1,93 @@
+"""Tokens per second of greedy generation by loops, with the cache and without one.
+
+    pytest bench/bench_decode.py -s [--benchmark-json=FILE]
+
+The default model on a CPU, the 124M one on CUDA, float32 as `deeploop generate` runs them,
+batches of 1 and 8:
+
+* cached: `deeploop.generate.sample`: keys and values of every visit kept;
+* recomputed: all tokens so far through the model for each new one.
+
+Their final states must agree before anything is timed. A call reads the prompt and adds
+the new tokens; tokens per second count the new ones. FLOPs are those that the cache leaves
+to do, and the floor reads the head for each token and the blocks' weights for each loop:
+between two visits of a block lie all others, so that no cache but one that holds every
+block saves that. Reading the kept keys and values is not in it.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+
+from bench.record import Work, say
+from bench.timing import relative_error
+from deeploop.cost import block_weights, forward_flops
+from deeploop.device import pick_device
+from deeploop.generate import sample
+from deeploop.lm import LoopLM
+from deeploop.presets import preset
+
+DEVICE = pick_device("auto")
+CUDA = DEVICE.type == "cuda"
+LOOPS = (1, 3, 7) if CUDA else (1, 4, 8)
+PROMPT, NEW = (512, 64) if CUDA else (64, 16)
+
+
+def built(loops: int) -> LoopLM:
+    config = preset(f"gpt2-small-r{loops}-deeploop") if CUDA else preset("deeploop-tiny")
+    if not CUDA:
+        config = config.replace("model", loops=loops, vocab_size=256)
+    torch.manual_seed(0)
+    return LoopLM(config.model).to(DEVICE).eval()
+
+
+@torch.no_grad()
+def recomputed(model: LoopLM, prompt: torch.Tensor, new: int) -> torch.Tensor:
+    """Greedy, every position anew for each token: int64 [B, T] -> [B, T + new]."""
+    tokens = prompt
+    for _ in range(new):
+        chosen = model.logits(model(tokens)[:, -1]).argmax(-1, keepdim=True)
+        tokens = torch.cat((tokens, chosen), 1)
+    return tokens
+
+
+@torch.no_grad()
+def check(model: LoopLM, tokens: torch.Tensor) -> None:
+    """The states behind a cache are those without one; ties may still part the tokens."""
+    cache = model.new_cache(len(tokens), tokens.shape[1])
+    parts = [model(part, cache=cache) for part in tokens.split([PROMPT] + [1] * NEW, 1)]
+    error = relative_error(torch.cat(parts, 1), model(tokens))
+    assert error < 1e-4, f"cached states are off by {error:.1e}"
+
+
+def work(model: LoopLM, batch: int) -> Work:
+    """Of the prompt and NEW - 1 more tokens through the model; the last is only chosen."""
+    m = model.config
+    passed = PROMPT + NEW - 1
+    # A token attends to those before it: half of all pairs of positions.
+    blocks = batch * forward_flops(dataclasses.replace(m, seq_len=passed // 2), m.loops) * passed
+    head = batch * 2 * m.vocab_size * m.d_model
+    weights = m.loops * m.n_layers * block_weights(m) + m.vocab_size * m.d_model
+    return Work(4 * NEW * weights, blocks + NEW * head, batch * NEW)
+
+
+@pytest.mark.parametrize("loops", LOOPS)
+@pytest.mark.parametrize("batch", [1, 8])
+def test_decode(benchmark, machine, batch, loops):
+    model = built(loops)
+    prompt = torch.randint(0, model.config.vocab_size, (batch, PROMPT), device=DEVICE)
+    check(model, recomputed(model, prompt, NEW))
+    calls = {
+        "cached": lambda: sample(model, prompt, NEW, temperature=0),
+        "recomputed": lambda: recomputed(model, prompt, NEW),
+    }
+    stays = [*model.parameters(), *model.buffers(), prompt]
+    held, fused = {name: stays for name in calls}, {"cached": ("post_sandwich_forward",)}
+    entries = machine.compare(calls, held, rounds=5 if CUDA else 3, fused=fused)
+    case = {"batch": batch, "loops": loops, "prompt": PROMPT, "new": NEW}
+    benchmark.extra_info |= machine.record(
+        "decode", case, torch.float32, work(model, batch), entries, ["recomputed"], {}
+    )
+    print(f"\n{say(benchmark.extra_info)}")
+    benchmark.pedantic(calls["cached"], rounds=1)
