@@ -6,12 +6,17 @@
 
 counts each storage that any operator returns until the last tensor on it is gone. Under
 torch's FakeTensorMode nothing is allocated, so that a model of any size is counted on
-any machine (`step_peak`). What an operator allocates and frees within itself is not
-seen, nor is what the allocator keeps for later, nor a storage's growth by resize_.
+any machine (`step_memory`). What an operator allocates and frees within itself is not
+seen but only known of a few (`scratch`), nor is what the allocator keeps for later, nor
+a storage's growth by resize_. torch's own trackers were no choice: they refuse a module
+that is called more than once.
 """
 
+import contextlib
+import math
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,28 +25,55 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from deeploop import backprop
-from deeploop.config import Config
+from deeploop.backprop import Segment
+from deeploop.config import Config, TrainConfig
+from deeploop.cost import DEVICES
+from deeploop.fusion import backend
 from deeploop.lm import LoopLM
+from deeploop.loss import CHUNK_BYTES
 from deeploop.optim import adamw, clip_gradients, step_if_finite
+from deeploop.roofline import GPU, Clock
 from deeploop.visits import Stream
+
+Kind = Literal["cpu", "cuda"]
+Scratch = dict[Any, Callable[[Any], int]]
+DEVICE = torch.ops.prim.device.default  # asked of a fake tensor many times an operator
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of storages made inside it: `now`, and the most there were, `peak`."""
+    """Counts the bytes of storages made inside it: `now`, and the most there were, `peak`.
 
-    def __init__(self) -> None:
+    `scratch`: by operator, the bytes it needs within itself beyond its results, a function
+    of its arguments. `clock` sees every operator, too. `gradients` is the caller's to
+    fill, by parameter; `apart` is their sum at the peak.
+    """
+
+    def __init__(self, scratch: Scratch | None = None, clock: Clock | None = None) -> None:
         super().__init__()
-        self.now = self.peak = 0
+        self.scratch, self.clock = scratch or {}, clock
+        self.now = self.peak = self.apart = 0
         self.known: set[int] = set()
+        self.gradients: dict[int, int] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        out = func(*args, **kwargs or {})
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func is DEVICE:
+            return out
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self.add(leaf)
+        if func in self.scratch:
+            self.rise(self.scratch[func](args))
+        if self.clock is not None:
+            self.clock.see(func, args, kwargs, out)
         return out
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # else torch.compile leaves alone what runs inside a mode
 
     def add(self, tensor: Tensor) -> None:
         """Count a tensor's storage, once, until it is freed."""
@@ -52,36 +84,162 @@ class Live(TorchDispatchMode):
         self.known.add(key)
         size = storage.nbytes()
         self.now += size
-        self.peak = max(self.peak, self.now)
+        self.rise()
         weakref.finalize(storage, self._free, key, size)
+
+    def rise(self, more: int = 0) -> None:
+        """Note a new peak, of some bytes more than are counted."""
+        if self.now + more > self.peak:
+            self.peak, self.apart = self.now + more, sum(self.gradients.values())
 
     def _free(self, key: int, size: int) -> None:
         self.known.discard(key)
         self.now -= size
 
 
-def step_peak(config: Config, device: str = "cpu") -> int:
-    """Peak bytes of a training step of one micro-batch, from its second step on; none allocated.
+class Held(NamedTuple):
+    """Bytes at a step's peak."""
 
-    Counts weights, gradients, AdamW's moments and activations, of `train.micro_batch`
-    sequences (or the whole batch) under the run's plan and precision. With a step per
-    segment each further micro-batch of an accumulated batch also keeps its stream and
-    global memory between segments, which is not counted.
+    weights: float  # float32 parameters, and buffers
+    moments: float  # AdamW's two
+    gradients: float  # those there at the peak
+    activations: float  # all else: what backward needs, tokens, temporary tensors
+
+    @property
+    def peak(self) -> float:
+        return sum(self)
+
+
+def step_memory(config: Config, kind: Kind = "cuda", clock: Clock | None = None) -> Held:
+    """Bytes of a training step at its peak, from its second step on; none allocated.
+
+    Of one process, with the run's micro-batches, plan and precision ("auto" is fp32).
+    One micro-batch runs and stands for all: of an accumulated batch, one that finds the
+    gradients of those before it. With a step per segment the others keep their stream
+    and global memory between segments. Of segments that are alike one runs. `clock`
+    counts them all. `kind` is whose operators run: the chunks of their loss, and what
+    they need within themselves.
     """
     t, m = config.train, config.model
     rows = t.micro_batch or t.batch_size
-    with FakeTensorMode(allow_non_fake_inputs=False), Live() as live, torch.device(device):
+    micros = math.ceil(t.batch_size / rows)
+    plan = backprop.segments(t, m.loops)
+    stepping = t.step_per == "segment"
+    chunk = max(1, CHUNK_BYTES[kind] // (4 * m.vocab_size))
+    with FakeTensorMode(), Live(SCRATCH[kind]) as live:
         model = LoopLM(m)
+        spells = clock or Clock(DEVICES["h200"], GPU, m.vocab_size)  # whose seconds nobody reads
+        if t.compile:
+            for sublayer in model.sublayers:
+                sublayer.branch.compile(backend=backend(spells), dynamic=False)
         optimizer = adamw(model, t)
-        tokens = torch.zeros(rows, m.seq_len, dtype=torch.int64)
-        for _ in range(2):  # the moments are made in the first
-            live.peak = live.now
-            carried: Stream | None = None
-            for part in backprop.rounds(t, m.loops):
-                for segment in part:
-                    carried = backprop.backward(
-                        model, config, segment, tokens, tokens, carried, None
-                    ).carried
-                step_if_finite(optimizer, clip_gradients(model, t.clip), t.lr)
-                optimizer.zero_grad(set_to_none=True)
-        return live.peak
+        weights = live.now
+        fill_gradients(model, live)
+        step(model, optimizer, t, live)  # makes the moments
+        moments = live.now - weights
+        watch_gradients(model, live)
+        x, y = torch.zeros(2, t.batch_size, m.seq_len, dtype=torch.int64)[:, :rows]
+        carried: Stream | None = None
+        live.peak, live.clock = live.now, clock
+        alike = distinct(plan)
+        for segment, times in alike:
+            if micros > 1:
+                fill_gradients(model, live)
+            with spells.spell(times * micros):
+                piece = backprop.backward(model, config, segment, x, y, carried, None, chunk)
+            carried = piece.carried
+            del piece
+            if stepping or segment is alike[-1][0]:
+                with spells.spell(times if stepping else 1, "optimizer"):
+                    step(model, optimizer, t, live)
+        waiting = (micros - 1) * size_of(carried) if stepping and len(plan) > 1 else 0
+    return Held(weights, moments, live.apart, live.peak + waiting - weights - moments - live.apart)
+
+
+def distinct(plan: list[Segment]) -> list[tuple[Segment, int]]:
+    """A plan's segments, each with how many it stands for.
+
+    Behind the first all are alike but a shorter last one, and the second stands for them.
+    """
+    if len(plan) < 3:
+        return [(segment, 1) for segment in plan]
+    first, second, last = plan[0], plan[1], plan[-1]
+    short = len(last.loops) < len(second.loops)
+    found = [(first, 1), (second, len(plan) - 1 - short)]
+    return [*found, (last, 1)] if short else found
+
+
+def step(model: LoopLM, optimizer: torch.optim.AdamW, t: TrainConfig, live: Live) -> None:
+    """The optimizer's step as the trainer takes it."""
+    step_if_finite(optimizer, clip_gradients(model, t.clip), t.lr)
+    optimizer.zero_grad(set_to_none=True)
+    live.gradients.clear()
+
+
+def fill_gradients(model: LoopLM, live: Live) -> None:
+    """The gradients that a micro-batch finds of those before it."""
+    for p in model.parameters():
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+            live.gradients[id(p)] = p.nbytes
+
+
+def watch_gradients(model: LoopLM, live: Live) -> None:
+    """Tell `live` the size of each gradient once it is there."""
+
+    def note(p: Tensor) -> None:
+        live.gradients[id(p)] = p.nbytes
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(note)
+
+
+def size_of(s: Stream | None) -> int:
+    """Bytes of a stream that crosses a segment boundary."""
+    return sum(x.nbytes for x in s or () if isinstance(x, Tensor))
+
+
+def copies(low: float, full: float) -> Callable[[Any], int]:
+    """So many float32 copies of an operator's first tensor, with bfloat16 branches or without."""
+
+    def scratch(args: Any) -> int:
+        there = [x for x in args if isinstance(x, Tensor)]
+        bf16 = any(x.dtype == torch.bfloat16 for x in there)
+        return int(4 * there[0].numel() * (low if bf16 else full))
+
+    return scratch
+
+
+def inner(count: int, down: int) -> Callable[[Any], int]:
+    """So many tensors [rows, d_expert] in the dtype of x, for `deeploop.experts`.
+
+    `down` is the place of the matrices [E, d, f] among the arguments; x and the rows'
+    tokens stand at its sides.
+    """
+
+    def scratch(args: Any) -> int:
+        return int(count * args[down + 1].numel() * args[down].shape[2] * args[0].element_size())
+
+    return scratch
+
+
+# On a CPU the updates are closed forms in PyTorch: their copies as its profiler counts them.
+_ops = torch.ops.deeploop
+SCRATCH: dict[Kind, Scratch] = {
+    "cpu": {
+        _ops.post_sandwich.default: copies(2, 1),
+        _ops.post_sandwich_backward.default: copies(5, 3),
+        _ops.linear_update.default: copies(1, 0),
+        _ops.linear_update_backward.default: copies(5, 3),
+        _ops.branch_sandwich.default: copies(2, 1),
+        _ops.branch_sandwich_backward.default: copies(5, 3),
+        _ops.expert_combine.default: copies(3, 2),
+        _ops.expert_combine_backward.default: copies(6, 2),
+        _ops.sigmoid_router.default: copies(1, 0.5),
+        _ops.experts_backward.default: copies(2, 2),
+    },
+    "cuda": {
+        _ops.experts.default: inner(1, down=2),
+        _ops.experts_backward.default: inner(4, down=3),
+    },
+}
