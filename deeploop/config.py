@@ -184,13 +184,14 @@ class TrainConfig:
     ] = 280
     batch_size: Annotated[int, _flag("sequences per step, over all ranks"), POSITIVE] = 16
     micro_batch: Annotated[
-        int, _flag("sequences per forward; 0: all of a rank's"), NOT_NEGATIVE
+        int, _flag("sequences per forward; 0: all of a rank's", "--micro-batch"), NOT_NEGATIVE
     ] = 0
     plan: Annotated[
         Plan,
         _flag(
             "backprop: full, through all loops; segments: a loss and a backward every plan-loops "
-            "loops; last: through the last plan-loops loops"
+            "loops; last: through the last plan-loops loops",
+            "--plan",
         ),
     ] = "full"
     plan_loops: Annotated[int, _flag("loops of a segment, or last loops"), POSITIVE] = 3

@@ -12,7 +12,6 @@ a storage's growth by resize_. torch's own trackers were no choice: they refuse 
 that is called more than once.
 """
 
-import contextlib
 import math
 import weakref
 from collections.abc import Callable
