@@ -4,6 +4,7 @@ Named configurations are in `deeploop.presets`.
 """
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Iterator
@@ -295,7 +296,7 @@ class Entry(NamedTuple):
 
 def entries(part: Any, prefix: str = "") -> Iterator[Entry]:
     """Every field of a configuration and of its parts."""
-    plain, full = get_type_hints(type(part)), get_type_hints(type(part), include_extras=True)
+    plain, full = _hints(type(part))
     kind: Any
     for name, kind in plain.items():
         value = getattr(part, name)
@@ -305,6 +306,12 @@ def entries(part: Any, prefix: str = "") -> Iterator[Entry]:
             extras = getattr(full[name], "__metadata__", ())
             limit = next((x for x in extras if isinstance(x, Limit)), None)
             yield Entry(prefix + name, value, kind, limit)
+
+
+@functools.cache
+def _hints(kind: type) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The types of a dataclass's fields, without and with their extras; they take a while."""
+    return get_type_hints(kind), get_type_hints(kind, include_extras=True)
 
 
 def check(config: Config) -> None:

@@ -12,6 +12,7 @@ a storage's growth by resize_. torch's own trackers were no choice: they refuse 
 that is called more than once.
 """
 
+import itertools
 import math
 import weakref
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from deeploop import backprop
 from deeploop.backprop import Segment
-from deeploop.config import Config, TrainConfig
+from deeploop.config import Config, ModelConfig, TrainConfig
 from deeploop.cost import DEVICES
 from deeploop.fusion import backend
 from deeploop.lm import LoopLM
@@ -39,20 +40,37 @@ Scratch = dict[Any, Callable[[Any], int]]
 DEVICE = torch.ops.prim.device.default  # asked of a fake tensor many times an operator
 
 
+class Instant(NamedTuple):
+    """Bytes that are live, as a line in the sequences of a micro-batch."""
+
+    fixed: float
+    each: float  # for every sequence
+    gradients: float  # of those fixed
+
+    def at(self, rows: int) -> float:
+        return self.fixed + self.each * rows
+
+
 class Live(TorchDispatchMode):
     """Counts the bytes of storages made inside it: `now`, and the most there were, `peak`.
 
+    `unit`: a size of the micro-batch that divides no other size of the model. A tensor
+    with a multiple of it among its sizes grows with the micro-batch, others do not, so
+    that `instants`, one behind every operator, tell the peak at any size.
     `scratch`: by operator, the bytes it needs within itself beyond its results, a function
     of its arguments. `clock` sees every operator, too. `gradients` is the caller's to
-    fill, by parameter; `apart` is their sum at the peak.
+    fill, by parameter.
     """
 
-    def __init__(self, scratch: Scratch | None = None, clock: Clock | None = None) -> None:
+    def __init__(
+        self, unit: int = 0, scratch: Scratch | None = None, clock: Clock | None = None
+    ) -> None:
         super().__init__()
-        self.scratch, self.clock = scratch or {}, clock
-        self.now = self.peak = self.apart = 0
+        self.unit, self.scratch, self.clock = unit, scratch or {}, clock
+        self.now = self.peak = self.growing = 0
         self.known: set[int] = set()
         self.gradients: dict[int, int] = {}
+        self.instants: list[Instant] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -64,8 +82,8 @@ class Live(TorchDispatchMode):
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self.add(leaf)
-        if func in self.scratch:
-            self.rise(self.scratch[func](args))
+        if self.unit:
+            self.note(self.scratch[func](args) if func in self.scratch else 0)
         if self.clock is not None:
             self.clock.see(func, args, kwargs, out)
         return out
@@ -82,18 +100,22 @@ class Live(TorchDispatchMode):
             return
         self.known.add(key)
         size = storage.nbytes()
+        growing = size if self.unit and any(n % self.unit == 0 for n in tensor.shape) else 0
         self.now += size
-        self.rise()
-        weakref.finalize(storage, self._free, key, size)
+        self.growing += growing
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._free, key, size, growing)
 
-    def rise(self, more: int = 0) -> None:
-        """Note a new peak, of some bytes more than are counted."""
-        if self.now + more > self.peak:
-            self.peak, self.apart = self.now + more, sum(self.gradients.values())
+    def note(self, scratch: int) -> None:
+        """Keep this instant; what an operator needs within itself grows with the batch."""
+        each = (self.growing + scratch) / self.unit
+        fixed = self.now - self.growing
+        self.instants.append(Instant(fixed, each, sum(self.gradients.values())))
 
-    def _free(self, key: int, size: int) -> None:
+    def _free(self, key: int, size: int, growing: int) -> None:
         self.known.discard(key)
         self.now -= size
+        self.growing -= growing
 
 
 class Held(NamedTuple):
@@ -109,23 +131,42 @@ class Held(NamedTuple):
         return sum(self)
 
 
-def step_memory(config: Config, kind: Kind = "cuda", clock: Clock | None = None) -> Held:
-    """Bytes of a training step at its peak, from its second step on; none allocated.
+class StepMemory(NamedTuple):
+    """The memory of a step whatever its micro-batch."""
 
-    Of one process, with the run's micro-batches, plan and precision ("auto" is fp32).
-    One micro-batch runs and stands for all: of an accumulated batch, one that finds the
-    gradients of those before it. With a step per segment the others keep their stream
-    and global memory between segments. Of segments that are alike one runs. `clock`
-    counts them all. `kind` is whose operators run: the chunks of their loss, and what
-    they need within themselves.
+    weights: int
+    moments: int
+    instants: list[Instant]
+    waiting: float  # bytes a sequence that another micro-batch keeps between segments
+    batch: int
+
+    def held(self, rows: int) -> Held:
+        """At the peak, with micro-batches of so many sequences."""
+        top = max(self.instants, key=lambda instant: instant.at(rows))
+        waiting = self.waiting * max(0, self.batch - rows)
+        others = self.weights + self.moments + top.gradients
+        return Held(self.weights, self.moments, top.gradients, top.at(rows) + waiting - others)
+
+
+def step_memory(config: Config, kind: Kind = "cuda", clock: Clock | None = None) -> StepMemory:
+    """Bytes of a training step, from its second step on; none allocated.
+
+    Of one process, with the run's plan and precision ("auto" is fp32). One micro-batch
+    runs, of a size near the run's that `Live` can tell apart, and stands for all: of an
+    accumulated batch, one that finds the gradients of those before it. With a step per
+    segment the others keep their stream and global memory between segments. Of segments
+    that are alike one runs. `clock` counts them all, in proportion to the sequences.
+    `kind` is whose operators run: the chunks of their loss, and what they need within
+    themselves.
     """
     t, m = config.train, config.model
     rows = t.micro_batch or t.batch_size
-    micros = math.ceil(t.batch_size / rows)
+    chunk = max(1, CHUNK_BYTES[kind] // (4 * m.vocab_size))
+    unit = telling(rows, m, chunk)
+    micros, share = math.ceil(t.batch_size / rows), rows / unit
     plan = backprop.segments(t, m.loops)
     stepping = t.step_per == "segment"
-    chunk = max(1, CHUNK_BYTES[kind] // (4 * m.vocab_size))
-    with FakeTensorMode(), Live(SCRATCH[kind]) as live:
+    with FakeTensorMode(), Live(unit, SCRATCH[kind]) as live:
         model = LoopLM(m)
         spells = clock or Clock(DEVICES["h200"], GPU, m.vocab_size)  # whose seconds nobody reads
         if t.compile:
@@ -137,22 +178,38 @@ def step_memory(config: Config, kind: Kind = "cuda", clock: Clock | None = None)
         step(model, optimizer, t, live)  # makes the moments
         moments = live.now - weights
         watch_gradients(model, live)
-        x, y = torch.zeros(2, t.batch_size, m.seq_len, dtype=torch.int64)[:, :rows]
+        x, y = torch.zeros(2, unit, m.seq_len, dtype=torch.int64)
         carried: Stream | None = None
-        live.peak, live.clock = live.now, clock
+        live.instants.clear()
+        live.clock = clock
         alike = distinct(plan)
         for segment, times in alike:
             if micros > 1:
                 fill_gradients(model, live)
-            with spells.spell(times * micros):
+            with spells.spell(times * micros, share):
                 piece = backprop.backward(model, config, segment, x, y, carried, None, chunk)
             carried = piece.carried
             del piece
             if stepping or segment is alike[-1][0]:
-                with spells.spell(times if stepping else 1, "optimizer"):
+                with spells.spell(times if stepping else 1, part="optimizer"):
                     step(model, optimizer, t, live)
-        waiting = (micros - 1) * size_of(carried) if stepping and len(plan) > 1 else 0
-    return Held(weights, moments, live.apart, live.peak + waiting - weights - moments - live.apart)
+        waits = stepping and len(plan) > 1
+        waiting = 16 * m.seq_len + (size_of(carried) / unit if waits else 0)
+    return StepMemory(weights, moments, live.instants, waiting, t.batch_size)
+
+
+def telling(rows: int, m: ModelConfig, chunk: int) -> int:
+    """A prime from `rows` on that divides no other size than the micro-batch's."""
+    others = {
+        m.d_model, m.ff_width, m.n_heads, m.vocab_size, m.seq_len, m.moe.experts, m.moe.top_k,
+        m.moe.d_expert or m.d_model, m.moe.shared, chunk,
+    }  # fmt: skip
+    for n in itertools.count(max(rows, 5)):
+        prime = all(n % k for k in range(2, math.isqrt(n) + 1))
+        rest = n * m.seq_len % chunk if n * m.seq_len > chunk else 1  # rows of the last chunk
+        if prime and rest % n and all(size % n for size in others if size):
+            return n
+    raise AssertionError("there are primes without end")
 
 
 def distinct(plan: list[Segment]) -> list[tuple[Segment, int]]:

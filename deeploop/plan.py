@@ -19,8 +19,8 @@ but the H200 that fit on another data sheet.
 
 import itertools
 import json
-import math
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any, NamedTuple
@@ -60,10 +60,10 @@ class Target(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step: bytes at its peak, seconds by part, and seconds that the host takes."""
+    """A step: bytes at its peak, seconds by part, and seconds that the host takes to launch."""
 
-    held: Held
-    seconds: dict[str, float]
+    held: Callable[[int], Held]  # by sequences of a micro-batch
+    parts: dict[str, float]
     host: float
 
 
@@ -73,7 +73,9 @@ class Estimate(NamedTuple):
     config: Config
     target: Target
     parameters: int
-    step: Step
+    held: Held
+    parts: dict[str, float]  # the device's seconds of a step
+    host: float  # the seconds that it takes to launch
     largest: int  # sequences of a micro-batch; 0: not even one fits
 
     @property
@@ -84,7 +86,7 @@ class Estimate(NamedTuple):
     @property
     def seconds(self) -> float:
         """Of a step: the device's, or the host's where it cannot keep ahead."""
-        return max(sum(self.step.seconds.values()), self.step.host)
+        return max(sum(self.parts.values()), self.host)
 
     @property
     def rate(self) -> float:
@@ -105,7 +107,7 @@ class Estimate(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        return self.step.held.peak <= self.target.room
+        return self.held.peak <= self.target.room
 
 
 def target_of(name: str) -> Target:
@@ -147,35 +149,30 @@ def count(config: Config, target: Target, timed: bool = True) -> Step:
     def further(a: float, b: float) -> float:
         return a + (layers - 1) * (b - a)
 
-    parts = {part: further(one.seconds[part], two.seconds[part]) for part in one.seconds}
-    held = Held(*map(further, one.held, two.held))
+    def held(rows: int) -> Held:
+        return Held(*map(further, one.held(rows), two.held(rows)))
+
+    parts = {part: further(one.parts[part], two.parts[part]) for part in one.parts}
     return Step(held, parts, further(one.host, two.host))
 
 
 def count_whole(config: Config, target: Target, timed: bool = True) -> Step:
     """A step, every layer of it run."""
     clock = Clock(target.device, target.reach, config.model.vocab_size)
-    held = step_memory(config, target.kind, clock if timed else None)
-    return Step(held, dict(clock.seconds), clock.host)
+    memory = step_memory(config, target.kind, clock if timed else None)
+    return Step(memory.held, dict(clock.seconds), clock.host)
 
 
-def largest(config: Config, target: Target, known: Step) -> int:
-    """Sequences of the largest micro-batch whose step fits; at most the batch, 0 for none.
-
-    From the step that is known, by proportion of its activations, to one near the limit;
-    on the line through both.
-    """
-    t, room = config.train, target.room
-    rows, peak = t.micro_batch or t.batch_size, known.held.peak
-    fixed = known.held.weights + known.held.moments
-    near = min(t.batch_size, int(rows * max(0.0, room - fixed) / (peak - fixed)))
-    if near == rows or not near:
-        return near
-    there = count(config.replace("train", micro_batch=near), target, timed=False).held.peak
-    if near == t.batch_size and there <= room:
-        return near
-    each = (there - peak) / (near - rows)
-    return max(0, min(t.batch_size, near + math.floor((room - there) / each)))
+def largest(config: Config, target: Target, step: Step) -> int:
+    """Sequences of the largest micro-batch whose step fits; at most the batch, 0 for none."""
+    t = config.train
+    if t.micro_batch in (0, t.batch_size):
+        if step.held(t.batch_size).peak <= target.room:
+            return t.batch_size
+        config = config.replace("train", micro_batch=max(1, t.batch_size // 2))
+        step = count(config, target, timed=False)  # its gradients pile up
+    sizes = range(1, t.batch_size + 1)
+    return bisect_right(sizes, target.room, key=lambda rows: step.held(rows).peak)
 
 
 def estimate(config: Config, target: Target) -> Estimate:
@@ -183,14 +180,17 @@ def estimate(config: Config, target: Target) -> Estimate:
     config = resolve(config, target.kind)
     with torch.device("meta"):
         parameters = sum(p.numel() for p in LoopLM(config.model).parameters())
-    found = count(config, target)
-    return Estimate(config, target, parameters, found, largest(config, target, found))
+    step = count(config, target)
+    rows = config.train.micro_batch or config.train.batch_size
+    most = largest(config, target, step)
+    return Estimate(config, target, parameters, step.held(rows), step.parts, step.host, most)
 
 
 def against_full(e: Estimate) -> float:
     """Peak memory under the run's plan over that of full backprop."""
+    t = e.config.train
     full = count(e.config.replace("train", plan="full"), e.target, timed=False)
-    return e.step.held.peak / full.held.peak
+    return e.held.peak / full.held(t.micro_batch or t.batch_size).peak
 
 
 # ---------------------------------------------------------------------------
@@ -205,9 +205,9 @@ def as_json(e: Estimate) -> dict[str, Any]:
         "parameters": e.parameters,
         "tokens_per_step": e.tokens,
         "flops_per_token": flops_per_token(e.config),
-        "memory": e.step.held._asdict() | {"peak": e.step.held.peak, "room": e.target.room},
+        "memory": e.held._asdict() | {"peak": e.held.peak, "room": e.target.room},
         "largest_micro_batch": e.largest,
-        "seconds": e.step.seconds | {"host": e.step.host, "step": e.seconds},
+        "seconds": e.parts | {"host": e.host, "step": e.seconds},
         "tokens_per_second": e.rate,
         "mfu": e.mfu,
         "run_hours": e.hours,
@@ -216,14 +216,14 @@ def as_json(e: Estimate) -> dict[str, Any]:
 
 def describe(e: Estimate) -> list[str]:
     """One estimate in lines."""
-    t, m, held, device = e.config.train, e.config.model, e.step.held, e.target.device
+    t, m, held, device = e.config.train, e.config.model, e.held, e.target.device
     rows = t.micro_batch or t.batch_size
     plan = t.plan if t.plan == "full" else f"{t.plan}, {t.plan_loops} loops"
     again = "" if t.recompute == "none" else f", each {t.recompute} run again"
     split = " + ".join(f"{name} {b / GIB:.2f}" for name, b in held._asdict().items())
     verdict = "fits" if held.peak <= e.target.room else "does not fit"
-    parts = sorted(e.step.seconds.items(), key=lambda part: -part[1])
-    device_seconds = sum(e.step.seconds.values())
+    parts = sorted(e.parts.items(), key=lambda part: -part[1])
+    device_seconds = sum(e.parts.values())
     lines = [
         f"predicted for {device.title}; nothing was run",
         f"model    {e.config.preset}: {e.parameters:,} parameters, "
@@ -233,7 +233,7 @@ def describe(e: Estimate) -> list[str]:
         f"memory   {held.peak / GIB:.2f} GiB = {split}",
         f"         {verdict} in {e.target.room / GIB:.1f} GiB; largest micro-batch: {e.largest}",
         f"time     {e.seconds:.4g} s a step"
-        + (", bound by the host's launches" if e.step.host > device_seconds else ""),
+        + (", bound by the host's launches" if e.host > device_seconds else ""),
         *(f"         {100 * s / device_seconds:5.1f}%  {part}" for part, s in parts),
         f"speed    {e.rate:,.0f} tokens/s, MFU {100 * e.mfu:.1f}%",
         f"run      {t.steps * e.tokens / 1e9:.2f} B tokens: {e.hours:,.1f} hours on one device",
@@ -264,7 +264,7 @@ def row(e: Estimate) -> str:
     """One estimate in one line, under HEAD."""
     t = e.config.train
     return (
-        f"{e.config.preset:36} {e.parameters:13,} {e.step.held.peak / GIB:7.2f} "
+        f"{e.config.preset:36} {e.parameters:13,} {e.held.peak / GIB:7.2f} "
         f"{t.micro_batch or t.batch_size:5} {e.largest:7} {e.rate:9,.0f} {100 * e.mfu:4.1f}% "
         f"{e.hours:8,.1f}"
     )

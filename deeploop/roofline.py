@@ -64,23 +64,22 @@ class Work(NamedTuple):
 class Clock:
     """Adds up the seconds of every operator it sees, by part of the step (`memory.Live`).
 
-    `seconds` is the device's time, `host` what launching takes. Within
-    `spell(times, part)` an operator counts that many times, and towards that part.
+    `seconds` is the device's time, `host` what launching takes. Within `spell` an operator
+    counts as run so many times, each for a share of its seconds, and towards that part.
     """
 
     def __init__(self, device: Device, reach: Reach, vocab_size: int) -> None:
         self.device, self.reach, self.vocab_size = device, reach, vocab_size
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.host = 0.0
-        self.times = 1
-        self.part = ""
+        self.times, self.share, self.part = 1, 1.0, ""
         self.closed = False
 
     @contextlib.contextmanager
-    def spell(self, times: int, part: str = "") -> Iterator[None]:
-        self.times, self.part = times, part
+    def spell(self, times: int, share: float = 1.0, part: str = "") -> Iterator[None]:
+        self.times, self.share, self.part = times, share, part
         yield
-        self.times, self.part = 1, ""
+        self.times, self.share, self.part = 1, 1.0, ""
 
     @contextlib.contextmanager
     def instead(self, passes: list[Work]) -> Iterator[None]:
@@ -108,7 +107,8 @@ class Clock:
     def count(self, work: Work, bf16: bool) -> None:
         """Add one pass, run as many times as the spell says."""
         self.host += self.times * self.reach.launch
-        self.seconds[self.part or work.part] += self.times * self.time(work, bf16)
+        seconds = self.times * self.share * self.time(work, bf16)
+        self.seconds[self.part or work.part] += seconds
 
     def time(self, work: Work, bf16: bool) -> float:
         """Seconds of one pass."""
