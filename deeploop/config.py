@@ -296,8 +296,8 @@ class Entry(NamedTuple):
 
 def entries(part: Any, prefix: str = "") -> Iterator[Entry]:
     """Every field of a configuration and of its parts."""
-    plain, full = _hints(type(part))
-    kind: Any
+    kind: Any = type(part)
+    plain, full = _hints(kind)
     for name, kind in plain.items():
         value = getattr(part, name)
         if isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, kind):

@@ -266,6 +266,12 @@ def copies(low: float, full: float) -> Callable[[Any], int]:
     return scratch
 
 
+def linear_backward(args: Any) -> int:
+    """LOOM's memories, each with a gradient there or asked for, take most of the copies."""
+    memories = any(x is not None for x in (*args[1:3], *args[11:13]))
+    return (copies(5, 3) if memories else copies(1, 0))(args)
+
+
 def inner(count: int, down: int) -> Callable[[Any], int]:
     """So many tensors [rows, d_expert] in the dtype of x, for `deeploop.experts`.
 
@@ -286,7 +292,7 @@ SCRATCH: dict[Kind, Scratch] = {
         _ops.post_sandwich.default: copies(2, 1),
         _ops.post_sandwich_backward.default: copies(5, 3),
         _ops.linear_update.default: copies(1, 0),
-        _ops.linear_update_backward.default: copies(5, 3),
+        _ops.linear_update_backward.default: linear_backward,
         _ops.branch_sandwich.default: copies(2, 1),
         _ops.branch_sandwich_backward.default: copies(5, 3),
         _ops.expert_combine.default: copies(3, 2),

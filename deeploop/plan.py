@@ -17,7 +17,7 @@ counted. Time is a prediction, fitted to what is said in `roofline.GPU`, and for
 but the H200 that fit on another data sheet.
 """
 
-import itertools
+import dataclasses
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -310,7 +310,11 @@ def show_many(configs: list[Config], device: str, json_wanted: bool, total: bool
     if not json_wanted:
         print(f"predicted for {target.device.title}; nothing was run\n{HEAD}")
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        for e in pool.map(estimate, configs, itertools.repeat(target), chunksize=1):
+        twins = {twin(config): config for config in configs}
+        waiting = {key: pool.submit(estimate, config, target) for key, config in twins.items()}
+        for config in configs:
+            e = waiting[twin(config)].result()
+            e = e._replace(config=dataclasses.replace(e.config, preset=config.preset))
             found.append(e)
             if not json_wanted:
                 print(row(e), flush=True)
@@ -318,3 +322,8 @@ def show_many(configs: list[Config], device: str, json_wanted: bool, total: bool
         print(json.dumps([as_json(e) for e in found], indent=2))
     elif total:
         print("\n".join(matrix_sum(found)))
+
+
+def twin(config: Config) -> Config:
+    """What an estimate depends on: not the name, nor LOOM's gamma."""
+    return dataclasses.replace(config.replace("model.loom", scaling=True), preset="")

@@ -12,6 +12,7 @@ nothing. An operator of several passes within is counted by pass (`experts`).
 """
 
 import contextlib
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -31,6 +32,11 @@ FLOPS = flop_registry | {
 # Of their first argument they touch what they take out of it or add to it, not all.
 SPARSE = {
     aten.embedding, aten.index_select, aten.gather, aten.scatter_add_, aten.nll_loss_forward,
+}  # fmt: skip
+# Their first argument they write, or only look at its sizes.
+UNREAD = {
+    aten.zero_, aten.fill_, aten.copy_, aten.zeros_like, aten.ones_like, aten.full_like,
+    aten.new_zeros, aten.new_ones, aten.new_full,
 }  # fmt: skip
 # For its maximum, its sum and its result PyTorch's kernel reads a row three times, unless
 # it fits shared memory.
@@ -133,8 +139,9 @@ def views(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> bool:
 
 
 def size(x: Tensor) -> int:
-    """Bytes an operator reads or writes of a tensor: of an expanded one its storage's."""
-    return min(x.nbytes, x.untyped_storage().nbytes())
+    """Bytes an operator reads or writes of a tensor, those of expanded sizes once."""
+    sizes = zip(x.shape, x.stride(), strict=True)
+    return x.element_size() * math.prod(n for n, stride in sizes if stride or not n)
 
 
 def works(
@@ -150,6 +157,8 @@ def works(
     if packet in SPARSE:  # the rest of the inputs says where
         where = sum(map(size, inputs[1:]))
         read = written = where if func._schema.is_mutable else where + written
+    elif packet in UNREAD:
+        read -= size(inputs[0])
     elif packet in SOFTMAX and outputs[0].shape[-1] > SOFTMAX_WIDTH:
         read *= 3
     elif func._schema.is_mutable and not outputs:
