@@ -3,7 +3,7 @@
     python -m bench.memory loom-329m
 
 prints GiB as a Markdown table: weights, gradients, moments and activations of a step of
-one micro-batch, from the second step on (see `deeploop.memory`). Needs no GPU and does
+one micro-batch, from the second step on (see `deeploop.plan`). Needs no GPU and does
 not allocate the model.
 """
 
@@ -17,7 +17,7 @@ import tyro
 
 from deeploop.config import Config
 from deeploop.errors import InputError
-from deeploop.memory import step_memory
+from deeploop.plan import count, target_of
 from deeploop.presets import preset
 
 PLANS: dict[str, dict[str, Any]] = {
@@ -44,7 +44,8 @@ def cell(config: Config, plan: dict[str, Any], loops: int) -> float:
     """Bytes of one plan at one number of loops on a GPU, in bfloat16, of one micro-batch."""
     vocab, rows = config.model.vocab_size or 256, config.train.batch_size
     config = config.replace("model", loops=loops, vocab_size=vocab)
-    return step_memory(config.replace("train", precision="bf16", **plan)).held(rows).peak
+    config = config.replace("train", precision="bf16", **plan)
+    return count(config, target_of("h200"), timed=False).held(rows).peak
 
 
 def main() -> None:

@@ -148,7 +148,9 @@ class StepMemory(NamedTuple):
         return Held(self.weights, self.moments, top.gradients, top.at(rows) + waiting - others)
 
 
-def step_memory(config: Config, kind: Kind = "cuda", clock: Clock | None = None) -> StepMemory:
+def step_memory(
+    config: Config, kind: Kind = "cuda", clock: Clock | None = None, exact: bool = False
+) -> StepMemory:
     """Bytes of a training step, from its second step on; none allocated.
 
     Of one process, with the run's plan and precision ("auto" is fp32). One micro-batch
@@ -157,12 +159,12 @@ def step_memory(config: Config, kind: Kind = "cuda", clock: Clock | None = None)
     segment the others keep their stream and global memory between segments. Of segments
     that are alike one runs. `clock` counts them all, in proportion to the sequences.
     `kind` is whose operators run: the chunks of their loss, and what they need within
-    themselves.
+    themselves. `exact` runs the run's own size of micro-batch, and then holds for no other.
     """
     t, m = config.train, config.model
     rows = t.micro_batch or t.batch_size
-    chunk = max(1, CHUNK_BYTES[kind] // (4 * m.vocab_size))
-    unit = telling(rows, m, chunk)
+    chunk = chunk_rows(m, kind)
+    unit = rows if exact else telling(rows, m, chunk)
     micros, share = math.ceil(t.batch_size / rows), rows / unit
     plan = backprop.segments(t, m.loops)
     stepping = t.step_per == "segment"
@@ -196,6 +198,22 @@ def step_memory(config: Config, kind: Kind = "cuda", clock: Clock | None = None)
         waits = stepping and len(plan) > 1
         waiting = 16 * m.seq_len + (size_of(carried) / unit if waits else 0)
     return StepMemory(weights, moments, live.instants, waiting, t.batch_size)
+
+
+def chunk_rows(m: ModelConfig, kind: Kind) -> int:
+    """Rows of logits alive at once."""
+    return max(1, CHUNK_BYTES[kind] // (4 * m.vocab_size))
+
+
+def few_chunks(config: Config, kind: Kind) -> bool:
+    """Whether the loss has so few chunks that their number tells on the step's memory.
+
+    With one chunk logits grow with the micro-batch, from about four on they do not.
+    """
+    m, rows = config.model, config.train.micro_batch or config.train.batch_size
+    chunk = chunk_rows(m, kind)
+    one = telling(rows, m, chunk) * m.seq_len <= chunk
+    return not one and rows * m.seq_len < 4 * chunk
 
 
 def telling(rows: int, m: ModelConfig, chunk: int) -> int:

@@ -4,17 +4,17 @@
 
 One step goes through the real model, optimizer and plan with fake tensors: `memory.Live`
 counts the storages that live at once, `roofline.Clock` the seconds of each operator.
-Nothing is allocated and no GPU is needed.
+Nothing is allocated and no GPU is needed; operators are those of the CPU, with CUDA's
+chunks of the loss. (Up to 256 tokens a sequence a CPU's attention in bfloat16 keeps its
+scores, which a GPU's does not: there memory is counted too high.)
 
-Of K layers only the models of 1 and of 2 run: bytes and seconds are affine in the number
-of layers, since the second layer adds what every further one does. A layer's place
-changes a visit only in its sublayers of their own (LOOM's first attention, the last norm),
-so the sum holds to the byte. Memory is affine in the sequences of a micro-batch, too, from
-a chunk of the loss on; the largest that fits follows from two.
+Of K layers only the models of 1 and of 2 run: bytes and seconds are affine in the layers,
+since what is special about the first and the last touches sublayers of their own. Memory
+at every size of micro-batch comes out of the same step (`memory.Live`).
 
-Figures are of one process that holds the whole batch; the all-reduce of several is not
-counted. Time is a prediction, fitted to what is said in `roofline.GPU`, and for devices
-but the H200 that fit on another data sheet.
+Figures are of one process that holds the whole batch: the all-reduce of several, data and
+validation are left out. Memory is what the allocator hands out, time a prediction: what
+it was fitted to stands at `roofline.GPU`.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from deeploop.cost import DEVICES, Device, flops_per_token, this_cpu, weight_flo
 from deeploop.device import computes_in_bf16
 from deeploop.errors import InputError
 from deeploop.lm import LoopLM
-from deeploop.memory import Held, Kind, step_memory
+from deeploop.memory import Held, Kind, few_chunks, step_memory
 from deeploop.presets import presets
 from deeploop.roofline import GPU, MEASURED, Clock, Reach
 
@@ -160,7 +160,15 @@ def count_whole(config: Config, target: Target, timed: bool = True) -> Step:
     """A step, every layer of it run."""
     clock = Clock(target.device, target.reach, config.model.vocab_size)
     memory = step_memory(config, target.kind, clock if timed else None)
-    return Step(memory.held, dict(clock.seconds), clock.host)
+    held = memory.held
+    if few_chunks(config, target.kind):
+        own = config.train.micro_batch or config.train.batch_size
+        at_own = step_memory(config, target.kind, exact=True).held(own)
+
+        def held(rows: int) -> Held:
+            return at_own if rows == own else memory.held(rows)
+
+    return Step(held, dict(clock.seconds), clock.host)
 
 
 def largest(config: Config, target: Target, step: Step) -> int:
