@@ -58,7 +58,7 @@ def fused(graph: GraphModule) -> list[Work]:
         read |= {source(n) for n in node.all_input_nodes}
         if kept(node):
             moved += of(node)
-    moved += sum(of(n) for n in read if n.op != "call_function" or alone(n) or kept(n))
+    moved += sum(of(n) for n in read if n.op != "call_function" or alone(n))
     return [*found, Work("elementwise", 0, moved)]
 
 

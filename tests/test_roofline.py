@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from deeploop import experts
+from deeploop.backprop import segments
 from deeploop.cost import Device, flops_per_token
 from deeploop.kernels import post_sandwich
 from deeploop.memory import Live, step_memory
@@ -90,18 +91,27 @@ def test_experts_run_the_products_that_each_row_needs():
     assert found["experts"] == 3 * 30 * 2 * (24 * 16 + 16 * 12)
 
 
-def test_a_step_runs_the_models_flops():
-    """All but one of attention's products backward: its scores, which are made again."""
-    config = preset("deeploop-tiny").replace("train", precision="fp32", batch_size=4)
-    config = resolve(config.replace("model", seq_len=320), "cuda")
+PLANS = [
+    {"plan": "full"},
+    {"plan": "segments", "plan_loops": 1, "micro_batch": 2},
+    {"plan": "last", "plan_loops": 2, "micro_batch": 4},
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda p: p["plan"])
+def test_a_step_runs_the_models_flops(plan):
+    """And one of attention's products more, backward: its scores are made again."""
+    config = preset("deeploop-tiny").replace("model", seq_len=320, n_layers=1)
+    config = config.replace("train", precision="fp32", batch_size=8, **plan)
+    config = resolve(config, "cuda")
     clock = Clock(FLOPS, MEASURED, 256)
     step_memory(config, "cuda", clock)
-    m, tokens = config.model, 4 * 320
-    again = 2 * m.d_model * m.seq_len * m.n_layers * m.loops
+    m, tokens, plan = config.model, 8 * 320, segments(config.train, config.model.loops)
+    again = 2 * m.d_model * m.seq_len * sum(len(s.loops) for s in plan)
     assert sum(clock.seconds.values()) == pytest.approx(
         tokens * (flops_per_token(config) + again), rel=1e-9
     )
-    assert clock.seconds["head and loss"] == 6 * tokens * 256 * m.d_model
+    assert clock.seconds["head and loss"] == pytest.approx(6 * tokens * 256 * 192 * len(plan))
 
 
 def test_a_spell_counts_what_runs_in_it_so_many_times():
