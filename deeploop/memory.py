@@ -172,8 +172,9 @@ def step_memory(
         model = LoopLM(m)
         spells = clock or Clock(DEVICES["h200"], GPU, m.vocab_size)  # whose seconds nobody reads
         if t.compile:
+            torch.compiler.reset()  # past eight shapes or clocks it would run eagerly instead
             for sublayer in model.sublayers:
-                sublayer.branch.compile(backend=backend(spells), dynamic=False)
+                sublayer.branch.compile(backend=backend(spells), dynamic=False, fullgraph=True)
         optimizer = adamw(model, t)
         weights = live.now
         fill_gradients(model, live)

@@ -89,6 +89,17 @@ def test_what_was_measured_on_an_h200(loops, compiled, rate, gib):
         assert step.held(32).peak / GIB == pytest.approx(gib, rel=0.05)
 
 
+@pytest.mark.parametrize("name", ["deeploop-tiny", "loom-tiny"])
+def test_compiled_counts_stay_compiled(name):
+    """torch.compile gives up after eight recompilations of a function; a plan starts afresh."""
+    model = {"n_layers": 1, "loops": 1, "seq_len": 288}
+    config = small(name, model, compile=True, batch_size=4)
+    first, *others = (count(config, H200) for _ in range(10 if name == "deeploop-tiny" else 2))
+    assert all(s.held(4) == first.held(4) and s.parts == first.parts for s in others)
+    eager = count(config.replace("train", compile=False), H200)
+    assert first.held(4).peak < eager.held(4).peak
+
+
 def test_the_papers_matrix_takes_its_hours_at_its_mfu():
     """arXiv 2607.13491: 16 runs, 3,700 H200-hours; 29% of 6 FLOPs a token and weight."""
     device = DEVICES["h200"]
