@@ -2,9 +2,9 @@
 
     python -m bench.memory loom-329m
 
-prints GiB as a Markdown table: weights, gradients, moments and activations of one
-micro-batch, from the second step on (see `deeploop.memory`). Needs no GPU and does not
-allocate the model.
+prints GiB as a Markdown table: weights, gradients, moments and activations of a step of
+one micro-batch, from the second step on (see `deeploop.plan`). Needs no GPU and does
+not allocate the model.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ import tyro
 
 from deeploop.config import Config
 from deeploop.errors import InputError
-from deeploop.memory import step_peak
+from deeploop.plan import count, target_of
 from deeploop.presets import preset
 
 PLANS: dict[str, dict[str, Any]] = {
@@ -40,11 +40,12 @@ class Arguments:
     """JSON of the table, in bytes."""
 
 
-def cell(config: Config, plan: dict[str, Any], loops: int) -> int:
-    """Bytes of one plan at one number of loops, bfloat16 where the preset leaves it open."""
-    vocab = config.model.vocab_size or 256
+def cell(config: Config, plan: dict[str, Any], loops: int) -> float:
+    """Bytes of one plan at one number of loops on a GPU, in bfloat16, of one micro-batch."""
+    vocab, rows = config.model.vocab_size or 256, config.train.batch_size
     config = config.replace("model", loops=loops, vocab_size=vocab)
-    return step_peak(config.replace("train", precision="bf16", **plan))
+    config = config.replace("train", precision="bf16", **plan)
+    return count(config, target_of("h200"), timed=False).held(rows).peak
 
 
 def main() -> None:
@@ -53,14 +54,12 @@ def main() -> None:
         config = preset(a.name)
     except InputError as error:
         sys.exit(f"memory: {error}")
-    if a.micro_batch:
-        size = max(a.micro_batch, config.train.batch_size)
-        config = config.replace("train", micro_batch=a.micro_batch, batch_size=size)
-    rows = config.train.micro_batch or config.train.batch_size
+    rows = a.micro_batch or config.train.micro_batch or config.train.batch_size
+    config = config.replace("train", micro_batch=rows, batch_size=rows)
     print(f"{a.name}, {rows} x {config.model.seq_len} tokens, bfloat16 autocast, GiB\n")
     print(f"| plan | {' | '.join(f'H = {h}' for h in a.loops)} |")
     print("|---|" + "---|" * len(a.loops))
-    found: dict[str, list[int]] = {}
+    found: dict[str, list[float]] = {}
     for name, plan in PLANS.items():
         found[name] = [cell(config, plan, h) for h in a.loops]
         print(f"| {name} | {' | '.join(f'{b / 2**30:.2f}' for b in found[name])} |", flush=True)

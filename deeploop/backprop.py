@@ -66,11 +66,13 @@ def backward(
     targets: Tensor,
     carried: Stream | None,
     watch: Watch | None,
+    chunk_rows: int | None = None,
 ) -> Piece:
     """Forward, loss and backward of one segment on one micro-batch; gradients add up.
 
     tokens, targets: int64 [B, T], a part of the global batch; losses are divided by the
-    targets of the whole one. Raises nothing on a loss that is not finite.
+    targets of the whole one. chunk_rows: rows of logits alive at once, by default the
+    device's (`deeploop.loss`). Raises nothing on a loss that is not finite.
     """
     m, t = config.model, config.train
     device, batch = tokens.device, t.batch_size * m.seq_len
@@ -84,7 +86,7 @@ def backward(
         s = model.run(tokens, segment.loops, carried, watch=watch, recompute=t.recompute)
         assert s.n is not None
         with span("loss"):
-            loss = linear_cross_entropy(s.n, model.head, targets) / batch
+            loss = linear_cross_entropy(s.n, model.head, targets, chunk_rows) / batch
         z = None if s.z is None else s.z * (tokens.numel() / batch)
         total = loss if z is None or not m.moe.z_loss else loss + m.moe.z_loss * z
     with span(f"{where} backward"):

@@ -1,4 +1,4 @@
-"""The command line: deeploop train | generate | data | profile | diagnose."""
+"""The command line: deeploop train | generate | data | profile | diagnose | plan."""
 
 import argparse
 import contextlib
@@ -34,6 +34,7 @@ HELP = f"""deeploop {__version__}: train looped Transformers on fused kernels
   deeploop data INPUT OUT               tokenise text into shards, once
   deeploop profile [PRESET] [options]   where a training step's time and memory go
   deeploop diagnose RUN|PRESET          how far the loops' gradients align, visit by visit
+  deeploop plan [PRESET] [options]      predict memory, time and hours of a run
 
 Each takes --help."""
 
@@ -297,8 +298,59 @@ def diagnose(arguments: list[str]) -> int:
     return 0
 
 
+@dataclasses.dataclass
+class PlanArguments:
+    config: Annotated[Config, tyro.conf.arg(name="")]
+    device: Annotated[str, tyro.conf.arg(help="h200, h100, a100, b200, or cpu: this machine")] = (
+        "h200"
+    )
+    all: Annotated[
+        bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="a line for every preset")
+    ] = False
+    matrix: Annotated[
+        bool,
+        tyro.conf.FlagCreatePairsOff,
+        tyro.conf.arg(help="DeepLoop's 16 runs and their sum, beside the paper's"),
+    ] = False
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="print JSON")] = False
+
+
+def plan(arguments: list[str]) -> int:
+    named = bool(arguments) and not arguments[0].startswith("-")
+    rest = arguments[1:] if named else arguments
+    base = preset(arguments[0]) if named else preset("deeploop-tiny")
+    a = parse_plan(rest, base)
+    if named and (a.all or a.matrix):
+        raise InputError(
+            f"preset {arguments[0]!r}: --all and --matrix choose their own; leave it out"
+        )
+    from deeploop import plan
+
+    if not (a.all or a.matrix):
+        plan.show(a.config, a.device, a.json)
+        return 0
+    configs = plan.matrix() if a.matrix else list(presets().values())
+    own = {"--all", "--matrix", "--json", "--device"}
+    if any(word.startswith("--") and word.split("=")[0] not in own for word in rest):
+        configs = [parse_plan(rest, config).config for config in configs]
+    plan.show_many(configs, a.device, a.json, total=a.matrix)
+    return 0
+
+
+def parse_plan(arguments: list[str], base: Config) -> PlanArguments:
+    """The options, and overrides of a configuration."""
+    return parse(
+        PlanArguments,
+        args=arguments,
+        default=PlanArguments(base),
+        prog="deeploop plan [PRESET]",
+        description="Predict memory, time and hours of a run; no GPU is needed, nothing allocated.",
+    )
+
+
 VERBS = {
     "train": train, "generate": generate, "data": data, "profile": profile, "diagnose": diagnose,
+    "plan": plan,
 }  # fmt: skip
 
 

@@ -4,6 +4,7 @@ Named configurations are in `deeploop.presets`.
 """
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Iterator
@@ -184,13 +185,14 @@ class TrainConfig:
     ] = 280
     batch_size: Annotated[int, _flag("sequences per step, over all ranks"), POSITIVE] = 16
     micro_batch: Annotated[
-        int, _flag("sequences per forward; 0: all of a rank's"), NOT_NEGATIVE
+        int, _flag("sequences per forward; 0: all of a rank's", "--micro-batch"), NOT_NEGATIVE
     ] = 0
     plan: Annotated[
         Plan,
         _flag(
             "backprop: full, through all loops; segments: a loss and a backward every plan-loops "
-            "loops; last: through the last plan-loops loops"
+            "loops; last: through the last plan-loops loops",
+            "--plan",
         ),
     ] = "full"
     plan_loops: Annotated[int, _flag("loops of a segment, or last loops"), POSITIVE] = 3
@@ -294,8 +296,8 @@ class Entry(NamedTuple):
 
 def entries(part: Any, prefix: str = "") -> Iterator[Entry]:
     """Every field of a configuration and of its parts."""
-    plain, full = get_type_hints(type(part)), get_type_hints(type(part), include_extras=True)
-    kind: Any
+    kind: Any = type(part)
+    plain, full = _hints(kind)
     for name, kind in plain.items():
         value = getattr(part, name)
         if isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, kind):
@@ -304,6 +306,12 @@ def entries(part: Any, prefix: str = "") -> Iterator[Entry]:
             extras = getattr(full[name], "__metadata__", ())
             limit = next((x for x in extras if isinstance(x, Limit)), None)
             yield Entry(prefix + name, value, kind, limit)
+
+
+@functools.cache
+def _hints(kind: type) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The types of a dataclass's fields, without and with their extras; they take a while."""
+    return get_type_hints(kind), get_type_hints(kind, include_extras=True)
 
 
 def check(config: Config) -> None:

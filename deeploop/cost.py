@@ -9,7 +9,13 @@ model of V x d embedding, R loops over K blocks of width d and T tokens a sequen
 forward and backward together; MFU is that over the device's peak.
 """
 
+import os
+import time
+from collections.abc import Callable
 from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from deeploop.backprop import segments
 from deeploop.config import Config, ModelConfig
@@ -33,6 +39,32 @@ DEVICES = {
 }
 
 
+def this_cpu() -> Device:
+    """This machine's own ceilings, measured in about a second: products and a copy.
+
+    Each is the best of a few runs on the threads torch has, products of 1024 x 1024 and a
+    copy of 256 MiB. Memory is all the machine has.
+    """
+    fp32, bf16 = (
+        2 * 1024**3 / _best(torch.nn.functional.linear, *torch.ones(2, 1024, 1024, dtype=dtype))
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    x, y = torch.ones(2, 2**26)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    title = f"this CPU ({torch.get_num_threads()} threads)"
+    return Device(title, bf16, fp32, 2 * x.nbytes / _best(x.copy_, y), memory)
+
+
+def _best(work: Callable[..., object], *inputs: Tensor) -> float:
+    """Seconds of the quickest of a few runs behind the first."""
+    seconds = []
+    for _ in range(6):
+        began = time.perf_counter()
+        work(*inputs)
+        seconds.append(time.perf_counter() - began)
+    return min(seconds[1:])
+
+
 def device_of(name: str) -> Device | None:
     """The entry of DEVICES for what `device_name` says; None for one without an entry."""
     found = [d for key, d in DEVICES.items() if key in name.lower()]
@@ -50,6 +82,11 @@ def block_weights(m: ModelConfig) -> int:
 def forward_flops(m: ModelConfig, loops: int) -> float:
     """Forward FLOPs of one token through some loops, without the head."""
     return loops * m.n_layers * (2 * block_weights(m) + 4 * m.d_model * m.seq_len)
+
+
+def weight_flops(m: ModelConfig) -> float:
+    """FLOPs of a token as 6 for each weight it meets, in every loop; attention left out."""
+    return 6 * (m.vocab_size * m.d_model + m.loops * m.n_layers * block_weights(m))
 
 
 def flops_per_token(config: Config) -> float:

@@ -2,12 +2,18 @@
 
 import pytest
 import torch
+from rich.console import Console
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
 
 from deeploop import backprop
+from deeploop.cost import DEVICES
 from deeploop.lm import LoopLM
-from deeploop.memory import Live, step_peak
-from deeploop.presets import preset
+from deeploop.memory import Live, distinct, step_memory, telling
+from deeploop.plan import Target, count
+from deeploop.presets import preset, presets
+from deeploop.roofline import MEASURED
+from deeploop.start import open_run
 
 
 def test_storages_count_once_and_until_they_are_freed():
@@ -70,13 +76,94 @@ def test_recomputing_holds_less():
     assert by_visit < 0.6 * kept and by_loop < 0.6 * kept
 
 
+def counted(config, kind="cuda") -> float:
+    """Peak bytes of a step with the run's own micro-batch."""
+    rows = config.train.micro_batch or config.train.batch_size
+    return count(config, Target(DEVICES["h200"], MEASURED, kind)).held(rows).peak
+
+
 def test_a_329m_loom_in_segments_fits_where_full_backprop_does_not():
     """Fake tensors, 16 x 1024 tokens, weights and moments included.
 
     Two layers of its ten, to be quick: `python -m bench.memory` counts them all.
     """
-    base = preset("loom-329m").replace("train", precision="bf16").replace("model", n_layers=2)
-    peaks = {h: step_peak(base.replace("model", loops=h)) for h in (3, 6)}
+    base = preset("loom-329m").replace("train", precision="bf16", batch_size=16, micro_batch=0)
+    base = base.replace("model", n_layers=2)
+    peaks = {h: counted(base.replace("model", loops=h)) for h in (3, 6)}
     assert peaks[6] == pytest.approx(peaks[3], rel=0.1)
-    full = step_peak(base.replace("model", loops=12).replace("train", plan="full"))
+    full = counted(base.replace("model", loops=12).replace("train", plan="full"))
     assert peaks[6] < 0.4 * full
+
+
+def allocated(config, folder, corpus_file) -> int:
+    """Peak bytes of PyTorch's allocator over the trainer's first two steps, model included."""
+    config = config.replace("data", path=str(corpus_file)).replace("train", out=str(folder))
+    now = peak = 0
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        trainer = open_run(config, Console(quiet=True))
+        trainer.speed.start()
+        for _ in range(2):
+            trainer.step(watch=False)
+            trainer.done += 1
+    trainer.lock.close()
+    for event in profiled.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    return peak
+
+
+GPT2 = {"d_model": 128, "n_heads": 2, "vocab_size": 16384, "seq_len": 288, "qk_norm": True}
+RUNS = {
+    "deeploop, last loop": ("deeploop-tiny", {}, {"plan": "last", "plan_loops": 1}),
+    "deeploop, each loop again": ("deeploop-tiny", {}, {"recompute": "loop"}),
+    "gpt2-like, full": ("gpt2-small-r3-baseline", GPT2 | {"n_layers": 2}, {"micro_batch": 0}),
+    "gpt2-like, accumulated": ("deeploop-tiny", GPT2, {"micro_batch": 2}),
+    "loom, accumulated segments": (
+        "loom-tiny",
+        {"loops": 3, "n_layers": 1},
+        {"batch_size": 12, "micro_batch": 1, "plan_loops": 1},
+    ),
+    "loom, a step a batch": ("loom-tiny", {}, {"step_per": "batch", "micro_batch": 2}),
+    "released loom, each visit again": ("loom-tiny-released", {}, {"recompute": "visit"}),
+    "native loop, full": ("loom-tiny-native", {}, {"plan": "full"}),
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_counted_step_is_what_a_real_one_allocates(run, tmp_path, corpus_file):
+    """Within 2%; only what some operators allocate within themselves is estimated."""
+    name, model, train = RUNS[run]
+    config = preset(name).replace("model", **{"loops": 4, "vocab_size": 256} | model)
+    config = config.replace("data", tokenizer="byte")
+    shared = {"batch_size": 6, "precision": "fp32", "plan_loops": 2, "device": "cpu"}
+    config = config.replace("train", **shared | train)
+    real = allocated(config, tmp_path / "run", corpus_file)
+    assert counted(config, "cpu") == pytest.approx(real, rel=0.02)
+
+
+def test_one_count_tells_every_size_of_micro_batch():
+    """To the byte what a count at that size says."""
+    base = tiny(2, "full")
+    memory = step_memory(base.replace("train", batch_size=64, micro_batch=4), "cuda")
+    for rows in (3, 4, 8, 12):
+        own = step_memory(base.replace("train", batch_size=64, micro_batch=rows), "cuda")
+        assert memory.held(rows) == own.held(rows)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 16, 17, 480])
+def test_the_size_that_runs_divides_no_other(rows):
+    for config in presets().values():
+        m = config.model
+        unit = telling(rows, m, 1334)
+        sizes = (m.d_model, 3 * m.d_model, m.ff_width, m.seq_len, m.vocab_size, m.moe.d_expert)
+        assert unit >= rows and all(n % unit for n in sizes if n)
+
+
+@pytest.mark.parametrize(("loops", "size"), [(1, 3), (3, 3), (6, 3), (7, 3), (12, 3), (12, 1)])
+def test_segments_stand_for_all_of_the_plan(loops, size):
+    plan = backprop.segments(tiny(loops, "segments", plan_loops=size).train, loops)
+    alike = distinct(plan)
+    assert sum(times for _, times in alike) == len(plan)
+    assert sum(times * len(segment.loops) for segment, times in alike) == loops
+    assert alike[0][0] == plan[0]
