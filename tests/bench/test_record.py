@@ -10,7 +10,7 @@ from bench.bench_loom import plans
 from bench.record import Machine, Work, achieved, counted
 from bench.timing import matmul_ceiling, peak_of
 from bench.training import take_step, training
-from deeploop.memory import step_peak
+from deeploop.memory import step_memory
 from deeploop.presets import preset
 
 CPU = torch.device("cpu")
@@ -119,7 +119,9 @@ def test_a_steps_peak_is_what_fake_tensors_count(plan):
     there = training(config, CPU)
     take_step(there)
     found = peak_of(lambda: take_step(there), there.held()) + there.held_bytes()
-    assert found == pytest.approx(step_peak(config), rel=0.01)
+    assert found == pytest.approx(
+        step_memory(config, "cpu", exact=True).held(config.train.batch_size).peak, rel=0.01
+    )
 
 
 def test_the_machine_names_its_processor():
