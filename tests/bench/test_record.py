@@ -122,3 +122,7 @@ def test_a_steps_peak_is_what_fake_tensors_count(plan):
     # The count also knows of what operators hold within themselves.
     counted = step_memory(config, "cpu", exact=True).held(4).peak
     assert found == pytest.approx(counted, rel=0.02)
+
+
+def test_the_machine_names_its_processor():
+    assert re.search(r"\w", record.processor()) or record.cpuinfo("model name") == []
