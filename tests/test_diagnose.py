@@ -1,5 +1,6 @@
 """deeploop diagnose: what it measures, what it writes, what it refuses."""
 
+import dataclasses
 import hashlib
 import io
 import json
@@ -13,7 +14,8 @@ from rich.console import Console
 from deeploop import checkpoint, plots, scaling
 from deeploop.cli import main
 from deeploop.config import MoEConfig
-from deeploop.diagnose import checkpoints, diagnose, peak
+from deeploop.data import load_corpus
+from deeploop.diagnose import checkpoints, diagnose, draw_batch, exact, peak
 from deeploop.errors import Diverged, InputError
 from deeploop.lm import LoopLM
 from deeploop.memory import Live
@@ -236,3 +238,25 @@ def test_the_bounds_constants_do_not_change_with_the_loops(config, quiet, tmp_pa
         found += diagnose(c, [], quiet)
     for key in ("c_u", "c_g"):
         assert found[0][key] == pytest.approx(found[1][key], rel=0.05)
+
+
+def test_a_run_of_another_corpus_or_without_its_moments_is_refused(trained, quiet):
+    found = checkpoints(str(trained.folder))
+    (found[-1].path / "optimizer.pt").unlink()
+    with pytest.raises(InputError, match=r"optimizer.pt is not readable"):
+        diagnose(trained.config.replace("train", out=""), found, quiet)
+    with open(trained.config.data.path, "a") as file:
+        file.write("more text\n" * 50)
+    with pytest.raises(InputError, match="changed since the run"):
+        diagnose(trained.config.replace("train", out=""), found, quiet)
+
+
+def test_it_is_in_float32_on_held_out_text(config):
+    corpus = load_corpus(config.data.path, "byte", val_fraction=0.1)
+    config = config.replace("train", precision="bf16", compile=True)
+    config = exact(config.replace("model", moe=MoEConfig(experts=4, top_k=2, d_expert=16)), corpus)
+    assert config.train.precision == "fp32" and not config.train.compile
+    peer = exact(config.replace("model.moe", backend="megablocks"), corpus)
+    assert peer.model.moe.backend == "loop"
+    held_out = dataclasses.replace(corpus, train=None)
+    assert draw_batch(held_out, config, 3, 1, 0).tokens.shape == (3, 16)
