@@ -68,12 +68,14 @@ def reading(config: Config) -> dict[str, Any]:
     """Train and diagnose, unless that was done; or why there is nothing to diagnose."""
     folder, quiet = Path(config.train.out), Console(quiet=True)
     summary, said = folder / "summary.json", folder / "diagnose.json"
-    if not summary.exists():
+    if not whole(summary):
         shutil.rmtree(folder, ignore_errors=True)
         try:
             open_run(config, quiet).fit()
         except Diverged as error:
             return {"diverged": str(error)}
+        if not whole(summary):  # a signal ended the run, and is to end this, too
+            raise KeyboardInterrupt
     if not said.exists():
         saved = checkpoints(str(folder))
         diagnose(saved[-1].config, saved, quiet, batch_size=64)
@@ -82,6 +84,11 @@ def reading(config: Config) -> dict[str, Any]:
         "val_bits_per_byte": json.loads(summary.read_text())["val_bits_per_byte"],
         "readings": [brief(r) for r in found["readings"]],
     }
+
+
+def whole(summary: Path) -> bool:
+    """Whether a run came to its end: it has a summary, and no signal stopped it."""
+    return summary.exists() and "stopped_by" not in json.loads(summary.read_text())
 
 
 def brief(reading: dict[str, Any]) -> dict[str, Any]:
@@ -121,9 +128,14 @@ def table(results: list[dict[str, Any]], key: str, fit: bool = True) -> str:
 
 
 def fitted(values: dict[tuple[int, int], float], loops: list[int]) -> list[str]:
-    """Cells of gamma and p, from the seeds that have every R; values by (R, seed)."""
-    whole = [s for s in sorted({s for _, s in values}) if all((R, s) in values for R in loops)]
-    gammas = [slope(loops, [values[R, s] for R in loops]) for s in whole]
+    """Cells of gamma and p, from the seeds that have every R; values by (R, seed).
+
+    Empty for one R, which has no slope.
+    """
+    if len(loops) < 2:
+        return ["", ""]
+    complete = [s for s in sorted({s for _, s in values}) if all((R, s) in values for R in loops)]
+    gammas = [slope(loops, [values[R, s] for R in loops]) for s in complete]
     return [spread(gammas), spread([threshold_exponent(g) for g in gammas])]
 
 

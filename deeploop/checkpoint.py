@@ -154,8 +154,12 @@ def load_model(checkpoint: Checkpoint, model: nn.Module) -> None:
 
 
 def load_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) -> None:
-    """Fill `optimizer` from the checkpoint; raises InputError where it does not fit."""
+    """Fill `optimizer` from the checkpoint; raises InputError where it does not fit.
+
+    Its own decay and betas stay: a run may go on with others.
+    """
     _check_whole(checkpoint, OPTIMIZER)
+    own = [{name: g[name] for name in ("weight_decay", "betas")} for g in optimizer.param_groups]
     try:
         state: dict[str, Any] = torch.load(
             checkpoint.path / OPTIMIZER, map_location="cpu", weights_only=True
@@ -163,6 +167,8 @@ def load_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) -> 
         optimizer.load_state_dict(state)
     except (RuntimeError, OSError, ValueError, EOFError, UnpicklingError) as error:
         raise _misfit(checkpoint.path, OPTIMIZER, f"does not fit ({_last_line(error)})") from error
+    for group, kept in zip(optimizer.param_groups, own, strict=True):
+        group |= kept
 
 
 def _check_whole(checkpoint: Checkpoint, name: str) -> None:

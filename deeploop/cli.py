@@ -280,6 +280,10 @@ def diagnose(arguments: list[str]) -> int:
         from deeploop.checkpoint import find
 
         runs = arguments[0]
+        if not os.path.exists(os.path.expanduser(runs)):
+            raise InputError(
+                f"{runs!r}: neither a run's folder or checkpoint nor a preset ({SUMMARY})"
+            )
         base = find(runs).config.replace("train", out="", device="auto")
     a = parse(
         DiagnoseArguments,
@@ -288,11 +292,14 @@ def diagnose(arguments: list[str]) -> int:
         prog="deeploop diagnose [RUN|PRESET]",
         description="Gradients of each visit apart, kappa_R, the stream and the update's size: of "
         "a preset as it begins, or of a run there and at each checkpoint it kept "
-        "(train.keep 0 keeps all; train.save-every says how many). Presets: "
-        f"{SUMMARY}.",
+        "(train.keep 0 keeps all; train.save-every says how many). diagnose.json and "
+        "diagnose.png go to the run's folder, or --out, over those of an earlier diagnosis; "
+        f"without RUN and --out to runs/PRESET-TIME. Presets: {SUMMARY}.",
     )
     from deeploop.diagnose import checkpoints, diagnose
 
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise InputError("WORLD_SIZE is over 1: a diagnosis takes one process; leave torchrun out")
     found = checkpoints(runs) if runs else []
     diagnose(a.config, found, Console(), probes=a.probes, batch_size=a.batch_size, draw=a.draw)
     return 0

@@ -6,6 +6,8 @@ diagnose.json and diagnose.png. `deeploop.alignment` says what kappa_R stands on
 `deeploop.reading` what else is measured.
 """
 
+import contextlib
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,17 +18,18 @@ from rich.table import Table
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from deeploop import checkpoint, run
-from deeploop.config import Config
+from deeploop.config import MOST_SEED, Config
+from deeploop.console import print_whole
 from deeploop.data import Corpus, load_corpus
 from deeploop.device import device_name
 from deeploop.disk import disk_errors, user_path, write_json
-from deeploop.errors import InputError
+from deeploop.errors import Diverged, InputError
 from deeploop.lm import LoopLM
 from deeploop.memory import Live
 from deeploop.optim import adamw
-from deeploop.order import train_batch
+from deeploop.order import train_batch, windows_per_epoch
 from deeploop.parallel import Ranks
-from deeploop.reading import Batch, figures, measure
+from deeploop.reading import Batch, Measured, figures, measure
 from deeploop.start import check_same, check_same_corpus, resolve
 
 
@@ -41,12 +44,16 @@ def diagnose(
 ) -> list[dict[str, Any]]:
     """Diagnose a preset as it begins, or a run's checkpoints; returns what diagnose.json holds.
 
-    batch_size sequences (0: the run's micro-batch) and `probes` probes are drawn by `draw`.
-    Raises InputError for what cannot be diagnosed, before anything is written.
+    batch_size sequences (0: the run's micro-batch, or all held-out ones where they are
+    fewer) and `probes` probes are drawn by `draw`. Raises InputError for what cannot be
+    diagnosed, before anything is computed, and Diverged where a figure is not finite;
+    nothing is written then.
     """
     for name, value, least in (("probes", probes, 1), ("batch_size", batch_size, 0)):
         if value < least:
             raise InputError(f"{name}={value}: must be at least {least}")
+    if not 0 <= draw <= MOST_SEED:
+        raise InputError(f"draw={draw}: must be from 0 to {MOST_SEED}")
     corpus = load_corpus(
         config.data.path,
         config.data.tokenizer,
@@ -58,25 +65,57 @@ def diagnose(
         check_same(config, saved)
         check_same_corpus(corpus, saved)
     config = exact(config, corpus)
-    t = config.train
-    rows = batch_size or t.micro_batch or t.batch_size
-    batch = draw_batch(corpus, config, rows, probes, draw)
-    if t.out or not found:
-        folder = user_path(t.out, "train.out") if t.out else run.choose(config)
-    else:
-        folder = found[0].run
-    for line in describe(config, batch):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    batch = draw_batch(corpus, config, batch_size, probes, draw)
+    folder = destination(config, found)
     readings = []
-    for step, model, optimizer in states(config, found):
-        measured = measure(model, optimizer, config, step, batch)
-        readings.append(figures(measured, config, step))
-    console.print(table(readings))
-    write(folder, config, batch, readings)
+    with made(folder):
+        for line in describe(config, batch):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+        for step, model, optimizer in states(config, found):
+            measured = measure(model, optimizer, config, step, batch)
+            check_finite(measured, step)
+            readings.append(figures(measured, config, step))
+        print_whole(console, table(readings))
+        write(folder, config, batch, readings)
     console.print(
-        f"wrote    {folder}/diagnose.json and diagnose.png", highlight=False, markup=False
+        f"wrote    {folder}/diagnose.json and diagnose.png",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
     )
     return readings
+
+
+def destination(config: Config, found: list[checkpoint.Checkpoint]) -> Path:
+    """train.out, else the run's own folder, else a new one."""
+    if config.train.out:
+        return user_path(config.train.out, "train.out")
+    return found[0].run if found else run.choose(config)
+
+
+@contextlib.contextmanager
+def made(folder: Path) -> Iterator[None]:
+    """A folder to write to at the end, tried at once; a new one goes if nothing came of it."""
+    new = not folder.exists()
+    try:
+        with disk_errors(f"folder {folder}"):
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        yield
+    except BaseException:
+        if new:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        raise
+
+
+def check_finite(m: Measured, step: int) -> None:
+    """Refuse figures that would say nothing, and that JSON has no number for."""
+    if not all(x.isfinite().all() for x in (m.loss, m.stream, m.g, m.u, m.moved)):
+        raise Diverged(
+            f"the loss, a gradient or the stream at step {step} is not finite on this batch, "
+            "so that there is nothing to diagnose; nothing was written"
+        )
 
 
 def checkpoints(path: str) -> list[checkpoint.Checkpoint]:
@@ -101,20 +140,26 @@ def states(
         yield 0 if saved is None else saved.step, model, optimizer
 
 
-def draw_batch(corpus: Corpus, config: Config, rows: int, probes: int, seed: int) -> Batch:
-    """Held-out sequences, drawn by the seed alone."""
-    length = config.model.seq_len
+def draw_batch(corpus: Corpus, config: Config, size: int, probes: int, seed: int) -> Batch:
+    """Held-out sequences, none twice, drawn by the seed alone; size 0: see `diagnose`."""
+    length, t = config.model.seq_len, config.train
     if len(corpus.val) <= length:
         raise InputError(
             f"data.path={config.data.path!r}: {len(corpus.val)} held-out tokens are fewer than "
             f"one sequence and its target ({length + 1}); give more text or a larger "
             "data.val_fraction"
         )
+    most = windows_per_epoch(len(corpus.val), length)
+    if size > most:
+        raise InputError(
+            f"batch_size={size}: the held-out text has {most} sequences of {length} tokens; "
+            "give at most that"
+        )
+    rows = size or min(t.micro_batch or t.batch_size, most)
     tokens, targets = train_batch(
         corpus.val, seed=seed, step=0, global_batch=rows, seq_len=length, rows=range(rows)
     )
-    device = config.train.device
-    return Batch(tokens.to(device), targets.to(device), probes, seed)
+    return Batch(tokens.to(t.device), targets.to(t.device), probes, seed)
 
 
 def exact(config: Config, corpus: Corpus) -> Config:
@@ -151,30 +196,29 @@ def peak(config: Config, rows: int) -> int:
 
 def table(readings: list[dict[str, Any]]) -> Table:
     """A row for each state."""
-    made = Table(box=None, padding=(0, 1, 0, 0))
+    rows = Table(box=None, padding=(0, 1, 0, 0))
     names = ("step", "loss", "kappa", "gamma", "p", "direct.", "cosine", "rms", "moved", "/bound")
     for name in names:
-        made.add_column(name, justify="right", no_wrap=True)
-    made.add_column("largest at", no_wrap=True)
+        rows.add_column(name, justify="right", no_wrap=True)
+    rows.add_column("largest at", no_wrap=True)
     for r in readings:
         values = (
             r["kappa"], r["gamma"], r["p"], r["kappa_directional"], r["cosine"], r["rms"][-1][-1],
         )  # fmt: skip
-        made.add_row(
+        of_bound = r["update"]["measured_over_bound"]
+        rows.add_row(
             str(r["step"]),
             f"{r['loss']:.3f}",
             *("-" if x is None else f"{x:.2f}" for x in values),
             f"{r['update']['measured']:.1e}",
-            f"{r['update']['measured_over_bound']:.3f}",
+            "-" if of_bound is None else f"{of_bound:.3f}",
             r["sublayer"],
         )
-    return made
+    return rows
 
 
 def write(folder: Path, config: Config, batch: Batch, readings: list[dict[str, Any]]) -> None:
     """diagnose.json and diagnose.png."""
-    with disk_errors(f"folder {folder}"):
-        folder.mkdir(parents=True, exist_ok=True)
     rows, length = batch.tokens.shape
     about = {
         "preset": config.preset,

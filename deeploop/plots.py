@@ -5,6 +5,7 @@ from typing import Any
 
 from matplotlib import colormaps
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter, MaxNLocator
 
 from deeploop.disk import atomic_file
 from deeploop.trace import PHASES, Stretch
@@ -100,12 +101,12 @@ def _memory(axes: Any, curve: list[tuple[float, int]], stretches: list[Stretch])
     end = max([curve[-1][0], *(s.end for s in stretches)])
     ms, held = zip(*curve, (end, curve[-1][1]), strict=True)
     axes.step(ms, [b / 2**30 for b in held], where="post", linewidth=0.8, color="black")
-    colours = {n: f"C{i}" for i, n in enumerate(dict.fromkeys(s.name for s in stretches))}
-    seen: set[str] = set()
-    for s in stretches:
-        label = None if s.name in seen else s.name
-        axes.axvspan(s.start, s.end, alpha=0.25, color=colours[s.name], label=label, linewidth=0)
-        seen.add(s.name)
+    # By phase and not by name: there may be many segments, and they stand in their order.
+    kinds = [s.name.rpartition(" ")[2] for s in stretches]
+    for i, (s, kind) in enumerate(zip(stretches, kinds, strict=True)):
+        colour = PHASES.index(kind if kind in PHASES else "outside")  # as of the bars
+        label = None if kind in kinds[:i] else kind
+        axes.axvspan(s.start, s.end, alpha=0.25, color=f"C{colour}", label=label, linewidth=0)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("ms of the host")
     axes.set_ylabel("GiB of tensors")
@@ -167,22 +168,15 @@ def diagnosis(readings: list[dict[str, Any]], path: Path) -> None:
     cosines = [[sum(column) / count for column in zip(*rows, strict=True)]
                for rows in zip(*mean, strict=True)]  # fmt: skip
     _loop_matrix(panels[0, 1], cosines, f"cosine of gradients, mean, step {last['step']}", -1)
-    for branch in last["branches"]:
-        loops = range(1, len(branch["g"]) + 1)
-        panels[0, 2].plot(loops, branch["g"], marker=".", label=branch["sublayer"])
-    panels[0, 2].set_title("norm of each visit's gradient")
-    panels[0, 2].set_xlabel("loop")
-    _log_if_wide(panels[0, 2])
-    panels[0, 2].legend(fontsize="small")
+    _norms(panels[0, 2], last["branches"])
     for axes, key in zip(panels[1], ("rms", "variance", "variance_between_tokens"), strict=False):
         _by_visit(axes, readings, key)
-    panels[0, 2].locator_params(axis="x", integer=True)
     if routed:
         _loop_matrix(panels[0, 3], last["router_overlap"], "cosine of experts' loads", 0)
         panels[1, 3].plot(range(1, len(last["load_spread"]) + 1), last["load_spread"], marker=".")
         panels[1, 3].set_title("std / mean of the experts' loads")
         panels[1, 3].set_xlabel("loop")
-        panels[1, 3].locator_params(axis="x", integer=True)
+        _whole(panels[1, 3])
     _save(figure, path)
 
 
@@ -193,12 +187,34 @@ def _kappa(axes: Any, readings: list[dict[str, Any]]) -> None:
     axes.plot(
         steps, [r["kappa_directional"] for r in readings], marker="o", label="of directions alone"
     )
-    for value, name in ((1, "orthogonal"), (len(readings[0]["rms"]), "aligned")):
+    loops = len(readings[0]["rms"])
+    for value, name in ((1, "orthogonal"), (loops, "aligned"))[: 2 if loops > 1 else 1]:
         axes.axhline(value, linestyle=":", linewidth=1, color="grey")
         axes.annotate(name, (1, value), xycoords=("axes fraction", "data"), ha="right", va="bottom")
-    axes.set_yscale("log")
+    _log(axes)
     axes.set_xlabel("step")
+    _whole(axes)
     axes.legend(fontsize="small")
+
+
+def _norms(axes: Any, branches: list[dict[str, Any]]) -> None:
+    """One line a sublayer over the loops: a colour for each kind, fainter in earlier blocks."""
+    count = len(branches) // 2
+    for i, branch in enumerate(branches):
+        block, kind = branch["sublayer"].split()
+        axes.plot(
+            range(1, len(branch["g"]) + 1),
+            branch["g"],
+            marker=".",
+            color=f"C{i % 2}",
+            alpha=int(block) / count,
+            label=kind if int(block) == count else None,
+        )
+    axes.set_title("norm of each visit's gradient")
+    axes.set_xlabel("loop")
+    _log_if_wide(axes)
+    _whole(axes)
+    axes.legend(title="faint: first block" if count > 1 else None, fontsize="small")
 
 
 def _by_visit(axes: Any, readings: list[dict[str, Any]], key: str) -> None:
@@ -210,6 +226,7 @@ def _by_visit(axes: Any, readings: list[dict[str, Any]], key: str) -> None:
     axes.set_title(f"stream: {key.replace('_', ' ')}")
     axes.set_xlabel("visit")
     _log_if_wide(axes)
+    _whole(axes)
     axes.legend(title="step", fontsize="small", ncols=1 + len(readings) // 8)
 
 
@@ -219,7 +236,19 @@ def _log_if_wide(axes: Any) -> None:
     if min(values) > 0 and max(values) > 10 * min(values):
         axes.set_yscale("log")
     else:
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.1 * max(values) or 1)
+
+
+def _log(axes: Any) -> None:
+    """Logarithmic, with plain numbers at the ticks: for values not far from 1."""
+    axes.set_yscale("log")
+    for which in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        which(LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.4)))
+
+
+def _whole(axes: Any) -> None:
+    """Ticks of the x axis at whole numbers alone."""
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
 def _loop_matrix(axes: Any, values: list[list[float]], title: str, low: float) -> None:
@@ -227,7 +256,8 @@ def _loop_matrix(axes: Any, values: list[list[float]], title: str, low: float) -
     count = len(values)
     edges = (0.5, count + 0.5, count + 0.5, 0.5)
     image = axes.imshow(values, vmin=low, vmax=1, extent=edges)
-    axes.locator_params(integer=True)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.figure.colorbar(image, ax=axes)
     axes.set_title(title)
     axes.set_xlabel("loop")

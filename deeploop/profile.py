@@ -39,6 +39,7 @@ from torch.profiler import ProfilerActivity, schedule
 
 from deeploop import __version__, run, start, trace
 from deeploop.config import Config
+from deeploop.console import print_whole
 from deeploop.cost import device_of, flops_per_token
 from deeploop.data import Corpus
 from deeploop.device import device_name, peak_memory
@@ -306,7 +307,7 @@ def report(figures: dict[str, Any], folder: Path, console: Console) -> None:
         f"traced   {figures['traced_step_ms']:.1f} ms, {cost:+.0%} by the profiler; "
         f"split below by {figures['clock']}"
     )
-    console.print(table(figures["parts_ms"]))
+    print_whole(console, table(figures["parts_ms"]))
     memory = dict(figures["memory_gib"])
     say(f"memory   {memory.pop('peak'):.3f} GiB peak, {memory.pop('at_start'):.3f} at the start")
     for name, peak in memory.items():

@@ -178,9 +178,10 @@ def figures(m: Measured, config: Config, step: int) -> dict[str, Any]:
     """What diagnose.json says of one state.
 
     kappa, its value for each probe alone (how far the estimate is off), the same of the
-    visits' directions alone; gamma = log kappa / log R and p = (1 + gamma)/4; the sublayer
-    where kappa is largest; cosine, the mean over sublayers and pairs of loops; c_u and c_g,
-    the bound's constants. Lists by loop and sublayer, loss in nats per token.
+    visits' directions alone; gamma = log kappa / log R, which takes kappa for R^gamma and
+    no fit over several R, and for the arms whose scales have an exponent p = (1 + gamma)/4;
+    the sublayer where kappa is largest; cosine, the mean over sublayers and pairs of loops;
+    c_u and c_g, the bound's constants. Lists by loop and sublayer, loss in nats per token.
     """
     c, u = config.model, m.u.mean(0)
     branches = 2 * c.n_layers
@@ -195,7 +196,7 @@ def figures(m: Measured, config: Config, step: int) -> dict[str, Any]:
         "kappa_by_probe": [float(kappas(p[:branches], m.g[:branches]).max()) for p in m.u],
         "kappa_directional": float(directional(u[:branches], m.g[:branches]).max()),
         "gamma": gamma,
-        "p": None if gamma is None else scaling.threshold_exponent(gamma),
+        "p": None if gamma is None or c.exponent is None else scaling.threshold_exponent(gamma),
         "sublayer": sublayer_name(c, worst),
         "cosine": apart_mean(cosines(m.g[:branches]).mean(0)),
         "c_u": float(norms(u[:branches]).max()) * c.alpha / c.beta,
@@ -246,22 +247,25 @@ def apart_mean(matrix: Tensor) -> float | None:
     return float((matrix.sum() - matrix.trace()) / (R * (R - 1))) if R > 1 else None
 
 
-def update_size(m: Measured, u: Tensor, lr: float) -> dict[str, float]:
+def update_size(m: Measured, u: Tensor, lr: float) -> dict[str, float | None]:
     """The step's effect, and what it is held against; see the top of this file."""
     sizes = torch.tensor(m.sizes, dtype=torch.float64).clamp_min(1)
-    bound = (joint(u) * m.steps).sum()
+    bound = float((joint(u) * m.steps).sum())
     return {
         "lr": lr,
         "measured": float(m.moved),
-        "bound": float(bound),
+        "bound": bound,
         "bound_untied": float((norms(u).sum(-1) * m.steps).sum()),
         "random": float((joint(u).square() * m.steps.square() / sizes).sum().sqrt()),
-        "measured_over_bound": float(m.moved / bound),
+        "measured_over_bound": float(m.moved) / bound if bound else None,
     }
 
 
 def budget(c: ModelConfig, kappa: float) -> dict[str, float]:
-    """M kappa_R (beta/alpha)^2, beside what it is with no alignment and with all of it."""
+    """M kappa_R (beta/alpha)^2, beside what it is with no alignment and with all of it.
+
+    Without the factor C_U C_G, which training changes (`c_u`, `c_g`).
+    """
     assert c.exponent is not None
     untied = scaling.untied_budget(c.n_layers * c.loops, c.exponent)
     aligned = scaling.aligned_budget(c.n_layers, c.loops, c.exponent)

@@ -50,7 +50,10 @@ def threshold_exponent(gamma: float) -> float:
 
 
 def alignment_growth(kappa: float, loops: int) -> float:
-    """gamma = log(kappa_R) / log(R), the growth that a measured kappa_R implies."""
+    """gamma = log(kappa_R) / log(R): the growth of a measured kappa_R if it is R^gamma.
+
+    One number of loops cannot tell a constant factor from growth; a fit over several can.
+    """
     if loops < 2 or kappa <= 0:
         raise ValueError(f"kappa={kappa}, loops={loops}: needs kappa > 0 and loops >= 2")
     return math.log(kappa) / math.log(loops)

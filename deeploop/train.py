@@ -73,10 +73,7 @@ class Trainer:
 
     def restore(self, found: checkpoint.Checkpoint) -> None:
         checkpoint.load_model(found, self.model)
-        fresh = [dict(group) for group in self.optimizer.param_groups]
         checkpoint.load_optimizer(found, self.optimizer)
-        for group, wanted in zip(self.optimizer.param_groups, fresh, strict=True):
-            group |= {name: wanted[name] for name in ("weight_decay", "betas")}
         self.done = found.step
 
     def fit(self) -> dict[str, Any]:

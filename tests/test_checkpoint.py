@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deeploop import checkpoint
-from deeploop.config import Config, ModelConfig
+from deeploop.config import Config, ModelConfig, TrainConfig
 from deeploop.errors import InputError
 from deeploop.lm import LoopLM
 from deeploop.optim import adamw
@@ -93,6 +93,16 @@ def test_torn_files_are_refused(tmp_path, name, keep):
     with pytest.raises(InputError, match=f"{name} is damaged.*another checkpoint"):
         checkpoint.load_model(found, model)
         checkpoint.load_optimizer(found, optimizer)
+
+
+def test_decay_and_betas_are_the_optimizers_own(tmp_path):
+    config, model, optimizer = make()
+    checkpoint.save(tmp_path, 1, config, model, optimizer)
+    other = adamw(model, TrainConfig(weight_decay=0.3, beta2=0.5, lr=7.0))
+    checkpoint.load_optimizer(checkpoint.find(str(tmp_path)), other)
+    assert [g["weight_decay"] for g in other.param_groups] == [0.3, 0.0]
+    assert [g["betas"] for g in other.param_groups] == [(0.9, 0.5)] * 2
+    assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
 
 
 def test_weights_of_another_shape_are_refused(tmp_path):

@@ -1,17 +1,22 @@
 """deeploop diagnose: what it measures, what it writes, what it refuses."""
 
+import dataclasses
 import hashlib
+import io
 import json
 import math
 
 import pytest
 import torch
+from matplotlib.figure import Figure
+from rich.console import Console
 
-from deeploop import checkpoint, scaling
+from deeploop import checkpoint, plots, scaling
 from deeploop.cli import main
 from deeploop.config import MoEConfig
-from deeploop.diagnose import checkpoints, diagnose, peak
-from deeploop.errors import InputError
+from deeploop.data import load_corpus
+from deeploop.diagnose import checkpoints, diagnose, draw_batch, exact, peak
+from deeploop.errors import Diverged, InputError
 from deeploop.lm import LoopLM
 from deeploop.memory import Live
 from deeploop.optim import adamw
@@ -118,12 +123,93 @@ def test_what_cannot_be_diagnosed_is_refused(trained, config, quiet, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("arguments", [["nowhere"], ["deeploop-tiny", "--probes", "0"]])
-def test_the_command_line_refuses_in_a_sentence(arguments, capsys, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["nowhere"], "neither a run's folder or checkpoint nor a preset"),
+        (["deeploop-tiny", "--probes", "0"], "probes=0"),
+        (["deeploop-tiny", "--draw", str(2**63)], f"draw={2**63}"),
+        (["deeploop-tiny", "--draw", "-1"], "draw=-1"),
+    ],
+)
+def test_the_command_line_refuses_in_a_sentence(arguments, named, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["diagnose", *arguments]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    said = capsys.readouterr().err
+    assert named in said and len(said.splitlines()) == 1
     assert not any(tmp_path.iterdir())
+
+
+def test_ranks_are_refused(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["diagnose", "deeploop-tiny"]) == 2
+    assert "torchrun" in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("out", ["file", "file/inside"])
+def test_a_folder_that_cannot_be_is_refused_before_anything_is_computed(
+    out, config, quiet, tmp_path
+):
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(InputError, match="could not be written"):
+        diagnose(config.replace("train", out=str(tmp_path / out)), [], quiet)
+    assert quiet.file.getvalue() == "" and (tmp_path / "file").read_text() == "kept"
+
+
+def test_what_is_not_finite_is_said_and_not_written(config, quiet, tmp_path):
+    """The norm of such an embedding overflows, and its gradient is not a number."""
+    config = config.replace("model", embed_std=1e30).replace("train", out=str(tmp_path / "x"))
+    with pytest.raises(Diverged, match="at step 0 is not finite"):
+        diagnose(config, [], quiet)
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_step_of_no_length_has_no_bound_to_reach(config, quiet, tmp_path):
+    config = config.replace("train", lr=1e-30, out=str(tmp_path / "x"))
+    (r,) = diagnose(config, [], quiet)
+    assert r["update"]["bound"] == 0 and r["update"]["measured_over_bound"] is None
+
+
+def test_a_batch_is_no_larger_than_the_held_out_text(config, quiet, tmp_path):
+    """A run's own batch may be; no sequence is taken twice."""
+    config = config.replace("train", batch_size=1000, micro_batch=0, out=str(tmp_path / "x"))
+    config = config.replace("data", val_fraction=0.02)
+    diagnose(config, [], quiet)
+    found = json.loads((tmp_path / "x" / "diagnose.json").read_text())
+    most = found["sequences"]
+    assert 1 < most < 1000
+    with pytest.raises(InputError, match=f"batch_size={most + 1}: the held-out text has {most} "):
+        diagnose(config, [], quiet, batch_size=most + 1)
+
+
+def test_a_narrow_terminal_cuts_no_figure(config, tmp_path):
+    console = Console(file=io.StringIO(), width=40)
+    (r,) = diagnose(config.replace("train", out=str(tmp_path / "x")), [], console)
+    said = console.file.getvalue()
+    assert "\u2026" not in said and f"{r['update']['measured']:.1e}" in said
+
+
+def test_p_is_of_the_arms_that_have_one(config, quiet, tmp_path):
+    config = config.replace("model", arm="baseline").replace("train", out=str(tmp_path / "x"))
+    (r,) = diagnose(config, [], quiet)
+    assert r["gamma"] is not None and r["p"] is None
+
+
+@pytest.mark.parametrize(("loops", "n_layers"), [(1, 1), (2, 12)])
+def test_the_picture_of_one_loop_and_of_many_blocks(loops, n_layers, config, quiet, tmp_path):
+    """Labels neither on top of each other nor past their panel."""
+    config = config.replace("model", loops=loops, n_layers=n_layers)
+    readings = diagnose(config.replace("train", out=str(tmp_path / "x")), [], quiet, probes=1)
+    figure = Figure()
+    kappa, norms = figure.subplots(2)
+    plots._kappa(kappa, readings)
+    plots._norms(norms, readings[-1]["branches"])
+    heights = [text.xy[1] for text in kappa.texts]
+    assert len(set(heights)) == len(heights) == min(loops, 2)
+    assert [x.get_text() for x in norms.get_legend().get_texts()] == ["attention", "SwiGLU"]
+    assert len(norms.get_lines()) == 2 * n_layers
 
 
 def test_help(capsys):
@@ -152,3 +238,25 @@ def test_the_bounds_constants_do_not_change_with_the_loops(config, quiet, tmp_pa
         found += diagnose(c, [], quiet)
     for key in ("c_u", "c_g"):
         assert found[0][key] == pytest.approx(found[1][key], rel=0.05)
+
+
+def test_a_run_of_another_corpus_or_without_its_moments_is_refused(trained, quiet):
+    found = checkpoints(str(trained.folder))
+    (found[-1].path / "optimizer.pt").unlink()
+    with pytest.raises(InputError, match=r"optimizer.pt is not readable"):
+        diagnose(trained.config.replace("train", out=""), found, quiet)
+    with open(trained.config.data.path, "a") as file:
+        file.write("more text\n" * 50)
+    with pytest.raises(InputError, match="changed since the run"):
+        diagnose(trained.config.replace("train", out=""), found, quiet)
+
+
+def test_it_is_in_float32_on_held_out_text(config):
+    corpus = load_corpus(config.data.path, "byte", val_fraction=0.1)
+    config = config.replace("train", precision="bf16", compile=True)
+    config = exact(config.replace("model", moe=MoEConfig(experts=4, top_k=2, d_expert=16)), corpus)
+    assert config.train.precision == "fp32" and not config.train.compile
+    peer = exact(config.replace("model.moe", backend="megablocks"), corpus)
+    assert peer.model.moe.backend == "loop"
+    held_out = dataclasses.replace(corpus, train=None)
+    assert draw_batch(held_out, config, 3, 1, 0).tokens.shape == (3, 16)

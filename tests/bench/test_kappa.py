@@ -1,7 +1,11 @@
 """The fit and the table of bench.kappa."""
 
+import json
+from types import SimpleNamespace
+
 import pytest
 
+from bench import kappa
 from bench.kappa import slope, small, table
 
 
@@ -27,3 +31,24 @@ def test_the_table_has_a_row_for_each_state_and_fits_each_seed():
 def test_every_half_of_a_run_is_kept(tmp_path):
     train = small("baseline", 8, 1, 150, tmp_path).train
     assert (train.save_every, train.keep, train.steps, train.seed) == (75, 0, 150, 1)
+
+
+def test_one_r_has_no_slope():
+    result = {"arm": "deeploop", "loops": 4, "seed": 0, "readings": [{"step": 0, "kappa": 3.0}]}
+    assert table([result], "kappa").splitlines()[2:] == ["| deeploop | 0 | 3 (3 - 3) |  |  |"]
+
+
+def test_a_run_that_a_signal_stopped_ends_the_bench_and_is_not_whole(tmp_path, monkeypatch):
+    config = small("baseline", 2, 0, 4, tmp_path / "run")
+    began = []
+
+    def stopped() -> None:
+        began.append(True)
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "summary.json").write_text(json.dumps({"stopped_by": "SIGINT"}))
+
+    monkeypatch.setattr(kappa, "open_run", lambda *_: SimpleNamespace(fit=stopped))
+    for _ in range(2):  # it is trained anew the second time
+        with pytest.raises(KeyboardInterrupt):
+            kappa.reading(config)
+    assert len(began) == 2
