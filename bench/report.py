@@ -33,7 +33,10 @@ def load(paths: list[Path]) -> tuple[list[Record], list[Record]]:
     benchmarks = []
     for path in paths:
         try:
-            benchmarks += json.loads(path.read_text())["benchmarks"]
+            found = json.loads(path.read_text())["benchmarks"]
+            for b in found:
+                checked(b)
+            benchmarks += found
         except OSError as error:
             raise InputError(f"{path}: could not be read ({error.strerror})") from error
         except (ValueError, KeyError, TypeError) as error:
@@ -42,6 +45,19 @@ def load(paths: list[Path]) -> tuple[list[Record], list[Record]]:
         raise InputError(f"no benchmark ran in {', '.join(map(str, paths))}")
     records = [normalised(b["extra_info"]) for b in benchmarks if "contenders" in b["extra_info"]]
     return records, [b for b in benchmarks if "contenders" not in b["extra_info"]]
+
+
+def checked(benchmark: Record) -> None:
+    """Raises KeyError or TypeError where a report would miss something."""
+    info = benchmark["extra_info"]
+    if "contenders" not in info:
+        benchmark["name"], benchmark["stats"]["median"]
+        return
+    record = normalised(info)
+    for key in ("device", "dtype", "copy_gb_per_s", "suite", "case", "missing"):
+        record[key]
+    for name in (*record["ours"], *record["baselines"]):
+        record["contenders"][name]["seconds"]
 
 
 def normalised(info: Record) -> Record:

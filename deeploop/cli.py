@@ -325,8 +325,8 @@ class PlanArguments:
 def plan(arguments: list[str]) -> int:
     named = bool(arguments) and not arguments[0].startswith("-")
     rest = arguments[1:] if named else arguments
-    base = preset(arguments[0]) if named else preset("deeploop-tiny")
-    a = parse_plan(rest, base)
+    first = "gpt2-small-r1-baseline" if "--matrix" in rest else "deeploop-tiny"
+    a = parse_plan(rest, preset(arguments[0] if named else first))
     if named and (a.all or a.matrix):
         raise InputError(
             f"preset {arguments[0]!r}: --all and --matrix choose their own; leave it out"
@@ -346,13 +346,19 @@ def plan(arguments: list[str]) -> int:
 
 def parse_plan(arguments: list[str], base: Config) -> PlanArguments:
     """The options, and overrides of a configuration."""
-    return parse(
-        PlanArguments,
-        args=arguments,
-        default=PlanArguments(base),
-        prog="deeploop plan [PRESET]",
-        description="Predict memory, time and hours of a run; no GPU is needed, nothing allocated.",
-    )
+    try:
+        return parse(
+            PlanArguments,
+            args=arguments,
+            default=PlanArguments(base),
+            prog="deeploop plan [PRESET]",
+            description="Predict memory, time and hours of a run; no GPU is needed, nothing "
+            "allocated.",
+        )
+    except InputError as error:
+        if not {"--all", "--matrix"} & set(arguments):
+            raise
+        raise InputError(f"{base.preset}: {error}") from None
 
 
 VERBS = {

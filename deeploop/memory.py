@@ -226,7 +226,7 @@ def telling(rows: int, m: ModelConfig, chunk: int) -> int:
     for n in itertools.count(max(rows, 5)):
         prime = all(n % k for k in range(2, math.isqrt(n) + 1))
         rest = n * m.seq_len % chunk if n * m.seq_len > chunk else 1  # rows of the last chunk
-        if prime and rest % n and all(size % n for size in others if size):
+        if prime and (not rest or rest % n) and all(size % n for size in others if size):
             return n
     raise AssertionError("there are primes without end")
 

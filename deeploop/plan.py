@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deeploop.config import Config
+from deeploop.config import Config, ModelConfig
 from deeploop.cost import DEVICES, Device, flops_per_token, this_cpu, weight_flops
 from deeploop.device import computes_in_bf16
 from deeploop.errors import InputError
@@ -186,12 +186,19 @@ def largest(config: Config, target: Target, step: Step) -> int:
 def estimate(config: Config, target: Target) -> Estimate:
     """Predict one run; raises InputError for what cannot be planned."""
     config = resolve(config, target.kind)
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in LoopLM(config.model).parameters())
     step = count(config, target)
     rows = config.train.micro_batch or config.train.batch_size
     most = largest(config, target, step)
+    parameters = count_parameters(config.model)
     return Estimate(config, target, parameters, step.held(rows), step.parts, step.host, most)
+
+
+def count_parameters(m: ModelConfig) -> int:
+    """Of a model, from those of one layer and of two."""
+    with torch.device("meta"):
+        models = [LoopLM(dataclasses.replace(m, n_layers=n)) for n in (1, 2)]
+    one, two = (sum(p.numel() for p in model.parameters()) for model in models)
+    return one + (m.n_layers - 1) * (two - one)
 
 
 def against_full(e: Estimate) -> float:
@@ -222,29 +229,54 @@ def as_json(e: Estimate) -> dict[str, Any]:
     }
 
 
+def in_bytes(n: float) -> str:
+    """GiB, below one MiB or KiB."""
+    if n >= GIB:
+        return f"{n / GIB:,.2f} GiB"
+    return f"{n / 2**20:.1f} MiB" if n >= 2**20 else f"{n / 2**10:.0f} KiB"
+
+
+def in_time(seconds: float) -> str:
+    """Hours, below one minutes or seconds."""
+    for unit, length in (("hours", 3600), ("minutes", 60)):
+        if seconds >= length:
+            return f"{seconds / length:,.1f} {unit}"
+    return f"{seconds:.3g} seconds"
+
+
+def in_tokens(n: int) -> str:
+    """Billions, below one millions."""
+    return f"{n / 1e9:,.2f} B tokens" if n >= 1e9 else f"{n / 1e6:.3g} million tokens"
+
+
+def in_flops(n: float) -> str:
+    """GFLOP, below one MFLOP."""
+    return f"{n / 1e9:,.2f} GFLOP" if n >= 1e9 else f"{n / 1e6:.3g} MFLOP"
+
+
 def describe(e: Estimate) -> list[str]:
     """One estimate in lines."""
     t, m, held, device = e.config.train, e.config.model, e.held, e.target.device
     rows = t.micro_batch or t.batch_size
     plan = t.plan if t.plan == "full" else f"{t.plan}, {t.plan_loops} loops"
     again = "" if t.recompute == "none" else f", each {t.recompute} run again"
-    split = " + ".join(f"{name} {b / GIB:.2f}" for name, b in held._asdict().items())
+    split = " + ".join(f"{name} {in_bytes(b)}" for name, b in held._asdict().items())
     verdict = "fits" if held.peak <= e.target.room else "does not fit"
     parts = sorted(e.parts.items(), key=lambda part: -part[1])
     device_seconds = sum(e.parts.values())
     lines = [
         f"predicted for {device.title}; nothing was run",
         f"model    {e.config.preset}: {e.parameters:,} parameters, "
-        f"{flops_per_token(e.config) / 1e9:.2f} GFLOP a token",
+        f"{in_flops(flops_per_token(e.config))} a token",
         f"step     {e.tokens:,} tokens: {t.batch_size} x {m.seq_len}, micro-batches of {rows}, "
         f"{t.precision}{', compiled' if t.compile else ''}; plan {plan}{again}",
-        f"memory   {held.peak / GIB:.2f} GiB = {split}",
+        f"memory   {in_bytes(held.peak)} = {split}",
         f"         {verdict} in {e.target.room / GIB:.1f} GiB; largest micro-batch: {e.largest}",
-        f"time     {e.seconds:.4g} s a step"
+        f"time     {f'{e.seconds:.4g} s' if e.seconds >= 1 else f'{1e3 * e.seconds:.4g} ms'} a step"
         + (", bound by the host's launches" if e.host > device_seconds else ""),
         *(f"         {100 * s / device_seconds:5.1f}%  {part}" for part, s in parts),
         f"speed    {e.rate:,.0f} tokens/s, MFU {100 * e.mfu:.1f}%",
-        f"run      {t.steps * e.tokens / 1e9:.2f} B tokens: {e.hours:,.1f} hours on one device",
+        f"run      {in_tokens(t.steps * e.tokens)}: {in_time(3600 * e.hours)} on one device",
     ]
     if t.plan != "full":
         lines.append(
@@ -263,8 +295,8 @@ def loom_paper(e: Estimate) -> str:
 
 
 HEAD = (
-    f"{'preset':36} {'parameters':>13} {'GiB':>7} {'micro':>5} {'largest':>7} {'tokens/s':>9} "
-    f"{'MFU':>5} {'hours':>8}"
+    f"{'preset':36} {'parameters':>13} {'memory':>13} {'micro':>5} {'largest':>7} {'tokens/s':>9} "
+    f"{'MFU':>5} {'run':>14}"
 )
 
 
@@ -272,9 +304,9 @@ def row(e: Estimate) -> str:
     """One estimate in one line, under HEAD."""
     t = e.config.train
     return (
-        f"{e.config.preset:36} {e.parameters:13,} {e.held.peak / GIB:7.2f} "
+        f"{e.config.preset:36} {e.parameters:13,} {in_bytes(e.held.peak):>13} "
         f"{t.micro_batch or t.batch_size:5} {e.largest:7} {e.rate:9,.0f} {100 * e.mfu:4.1f}% "
-        f"{e.hours:8,.1f}"
+        f"{in_time(3600 * e.hours):>14}"
     )
 
 
@@ -290,15 +322,20 @@ def hours_at(config: Config, device: Device, mfu: float) -> float:
 
 
 def matrix_sum(found: Sequence[Estimate]) -> list[str]:
-    """The matrix's hours as predicted, at the paper's MFU and at 50%."""
+    """The matrix's hours as predicted; those of the paper's own runs also at two MFUs."""
     device = found[0].target.device
     paper, half = (sum(hours_at(e.config, device, mfu) for e in found) for mfu in (PAPER_MFU, 0.5))
     tokens = [e.config.train.steps * e.tokens for e in found]
     ours = sum(n * flops_per_token(e.config) for n, e in zip(tokens, found, strict=True))
-    share = ours / (PAPER_HOURS * 3600 * device.bf16)
-    return [
-        f"{len(found)} runs of {tokens[0] / 1e9:.2f} B tokens, hours on {device.title}:",
+    share = ours / (PAPER_HOURS * 3600 * DEVICES["h200"].bf16)
+    predicted = [
+        f"{len(found)} runs of {in_tokens(tokens[0])}, hours on {device.title}:",
         f"{sum(e.hours for e in found):8,.0f}  predicted here",
+    ]
+    if paper != sum(hours_at(config, device, PAPER_MFU) for config in matrix()):
+        return predicted  # overrides made them other runs than the paper's
+    return [
+        *predicted,
         f"{PAPER_HOURS:8,}  as the paper reports, on H200",
         f"{paper:8,.0f}  at its MFU, {PAPER_MFU:.0%} on the basis of 6 FLOPs a token and weight",
         f"{half:8,.0f}  at 50% on that basis: {paper - half:,.0f} saved",
@@ -320,12 +357,16 @@ def show_many(configs: list[Config], device: str, json_wanted: bool, total: bool
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         twins = {twin(config): config for config in configs}
         waiting = {key: pool.submit(estimate, config, target) for key, config in twins.items()}
-        for config in configs:
-            e = waiting[twin(config)].result()
-            e = e._replace(config=dataclasses.replace(e.config, preset=config.preset))
-            found.append(e)
-            if not json_wanted:
-                print(row(e), flush=True)
+        try:
+            for config in configs:
+                e = waiting[twin(config)].result()
+                e = e._replace(config=dataclasses.replace(e.config, preset=config.preset))
+                found.append(e)
+                if not json_wanted:
+                    print(row(e), flush=True)
+        except BaseException:  # such as a reader that has left: start no other
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     if json_wanted:
         print(json.dumps([as_json(e) for e in found], indent=2))
     elif total:

@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 from deeploop import backprop
 from deeploop.cost import DEVICES
 from deeploop.lm import LoopLM
-from deeploop.memory import Live, distinct, step_memory, telling
+from deeploop.memory import Live, chunk_rows, distinct, step_memory, telling
 from deeploop.plan import Target, count
 from deeploop.presets import preset, presets
 from deeploop.roofline import MEASURED
@@ -158,6 +158,13 @@ def test_the_size_that_runs_divides_no_other(rows):
         unit = telling(rows, m, 1334)
         sizes = (m.d_model, 3 * m.d_model, m.ff_width, m.seq_len, m.vocab_size, m.moe.d_expert)
         assert unit >= rows and all(n % unit for n in sizes if n)
+
+
+@pytest.mark.parametrize(("vocab", "seq_len"), [(65536, 1024), (65536, 2048), (2**27, 128)])
+def test_sequences_of_whole_chunks_have_a_telling_size(vocab, seq_len):
+    """No rows are left over for a last chunk, whatever the micro-batch."""
+    m = preset("deeploop-tiny").replace("model", vocab_size=vocab, seq_len=seq_len).model
+    assert telling(8, m, chunk_rows(m, "cuda")) == 11
 
 
 @pytest.mark.parametrize(("loops", "size"), [(1, 3), (3, 3), (6, 3), (7, 3), (12, 3), (12, 1)])

@@ -1,23 +1,29 @@
 """Predictions: exact where they claim to be, near the papers' and the measured figures."""
 
 import json
+import re
 
 import pytest
+import torch
 
 from deeploop.cli import main
 from deeploop.cost import DEVICES
 from deeploop.errors import InputError
+from deeploop.lm import LoopLM
 from deeploop.memory import Held
 from deeploop.plan import (
     GIB,
     PAPER_HOURS,
     PAPER_MFU,
+    Estimate,
     count,
+    count_parameters,
     count_whole,
     estimate,
     hours_at,
     largest,
     matrix,
+    matrix_sum,
     resolve,
     target_of,
 )
@@ -165,3 +171,36 @@ def test_plan_measures_this_cpu(capsys):
 def test_plan_refuses_by_name(capsys, arguments, named):
     code, _, said = planned(capsys, *arguments)
     assert code == 2 and named in said and said.count("\n") == 1
+
+
+def test_options_need_only_fit_the_runs_that_are_planned(capsys):
+    """The matrix's batches hold 32 sequences, the default preset's 16; what fits none is named."""
+    code, _, said = planned(capsys, "--matrix", "--micro-batch", "32", "--device", "tpu")
+    assert code == 2 and "device='tpu'" in said
+    code, _, said = planned(capsys, "--all", "--micro-batch", "32")
+    assert code == 2 and "deeploop-tiny: train.micro_batch=32" in said and said.count("\n") == 1
+
+
+def test_units_follow_the_size(capsys):
+    code, said, _ = planned(capsys, "--model.n-layers", "1", "--model.loops", "1")
+    assert code == 0 and not re.search(r" 0\.0+ ", said)
+    for word in ("MFLOP", "weights 1.9 MiB", "0.573 million tokens", "seconds on one device"):
+        assert word in said
+
+
+@pytest.mark.parametrize("device", ["h200", "b200"])
+def test_the_papers_hours_stand_beside_its_own_runs_alone(device):
+    target = target_of(device)
+    configs = [resolve(c, "cuda") for c in matrix()]
+    found = [Estimate(c, target, 0, Held(0, 0, 0, 0), {"GEMM": 1.0}, 0.0, 1) for c in configs]
+    said = "\n".join(matrix_sum(found))
+    assert "3,700  as the paper reports" in said and "the paper's hours are 34%" in said
+    halved = [e._replace(config=e.config.replace("train", steps=100)) for e in found]
+    assert len(matrix_sum(halved)) == 2
+
+
+@pytest.mark.parametrize("name", ["gpt2-small-r3-deeploop", "loom-329m"])
+def test_parameters_are_those_of_the_model(name):
+    with torch.device("meta"):
+        whole = sum(p.numel() for p in LoopLM(preset(name).model).parameters())
+    assert count_parameters(preset(name).model) == whole

@@ -201,7 +201,8 @@ def test_what_cannot_be_read_is_named(results, tmp_path, capsys):
     assert "none.json" in refused(str(tmp_path / "none.json"))
     (tmp_path / "empty.json").write_text('{"benchmarks": []}')
     assert "no benchmark ran" in refused(str(tmp_path / "empty.json"))
-    for text in ("not JSON", "[]", "{}"):
+    foreign = [{"extra_info": {"contenders": {}}}, {"name": "a", "extra_info": {}}, 1]
+    for text in ("not JSON", "[]", "{}", *(json.dumps({"benchmarks": [b]}) for b in foreign)):
         (tmp_path / "wrong.json").write_text(text)
         assert "wrong.json" in refused(str(tmp_path / "wrong.json"))
     other = write(tmp_path / "other.json", step(1, 1.0, 1.0))

@@ -1,5 +1,7 @@
 """The suites time steps that are right: the trainer's own, and contenders that agree."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -87,6 +89,23 @@ def test_every_plan_steps_and_counts_its_own_flops():
     assert flops["full"] < flops["segments(2)"] < flops["segments(1)"]
     floors = {name: run.work().floor_bytes for name, run in found.items()}
     assert floors["segments(1)"] == 4 * floors["full"]
+
+
+def test_plans_are_timed_where_full_backprop_has_no_room(monkeypatch):
+    def short_of_memory(run):
+        if run.config.train.plan == "full":
+            raise torch.OutOfMemoryError("no room")
+        return torch.tensor(1.0)
+
+    monkeypatch.setattr(bench_loom, "take_step", short_of_memory)
+    kept, timed = {}, []
+    machine = SimpleNamespace(
+        compare=lambda calls, *_, **__: {name: {"seconds": 1.0, "peak_bytes": 0} for name in calls},
+        record=lambda *a, **__: {"suite": a[0], "case": a[1], "contenders": a[4], "missing": a[6]},
+    )
+    benchmark = SimpleNamespace(extra_info=kept, pedantic=lambda call, rounds: timed.append(call))
+    bench_loom.test_plans(benchmark, machine, 3)
+    assert set(kept["missing"]) == set(bench_loom.FULL) and len(timed) == 1
 
 
 def test_optimizers_agree_or_are_named():
