@@ -37,11 +37,11 @@ Claim = Literal["p-sweep", "by-loops", "segments", "loom"]
 MARGIN = 0.1
 TINY = (
     "deeploop-tiny --model.d-model 64 --model.n-heads 2 --model.seq-len 64 "
-    "--train.batch-size 8 --steps 150 --train.precision fp32"
+    "--train.batch-size 8 --steps 200 --train.precision fp32"
 )
 P = (0.25, 0.35, 0.5, 0.6)
-SWEPT, LRS = (4, 8, 16), (2e-3, 3e-3, 5e-3)
-LOOPS, LOOPS_LRS = (1, 2, 4, 8), (1e-3, *LRS)
+SWEPT, LRS = (4, 8, 16), (1e-3, 2e-3, 4e-3)
+LOOPS, LOOPS_LRS = (1, 2, 4, 8), (*LRS, 8e-3)
 SEGMENTS = loom_arms.arms()["LOOM"]
 PLANS = {
     "segments of 3 loops, a step for each": SEGMENTS,
