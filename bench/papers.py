@@ -286,8 +286,8 @@ def plot(results: Results, path: Path) -> None:
         figure.savefig(file, format="png", dpi=120)
 
 
-def main() -> None:
-    a = tyro.cli(Arguments, description=__doc__)
+def main(arguments: Sequence[str] | None = None) -> None:
+    a = tyro.cli(Arguments, description=__doc__, args=arguments)
     try:
         if a.table:
             results = {run: end for file in a.table for run, end in load(file).items()}
