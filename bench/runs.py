@@ -97,6 +97,8 @@ def sweep(runs: Sequence[str], file: Path, jobs: int) -> Results:
         initializer=_begin,
         initargs=(max(1, (os.cpu_count() or 1) // jobs),),
     )
+    # As Ctrl-C, or the workers would outlive this process.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         waiting = {pool.submit(train, run): run for run in missing}
         for done, future in enumerate(as_completed(waiting), 1):
