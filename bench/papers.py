@@ -39,9 +39,9 @@ TINY = (
     "deeploop-tiny --model.d-model 64 --model.n-heads 2 --model.seq-len 64 "
     "--train.batch-size 8 --steps 200 --train.precision fp32"
 )
-P = (0.25, 0.35, 0.5, 0.6)
+P = (0.25, 0.5, 0.6)
 SWEPT, LRS = (4, 8, 16), (2e-3, 2.5e-3, 3e-3)
-LOOPS, LOOPS_LRS = (1, 2, 4, 8), (1e-3, 2e-3, 4e-3)
+LOOPS, LOOPS_LRS = (1, 2, 4, 8), (1e-3, 2e-3, 4e-3, 8e-3)
 ALL_LRS = sorted({*LRS, *LOOPS_LRS})
 ARMS = {**{p: f"p = {p:g}" for p in P}, None: "baseline"}
 SEGMENTS = loom_arms.arms()["LOOM"]

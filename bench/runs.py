@@ -32,9 +32,12 @@ Results = dict[str, Result]
 KEPT = ("residual_rms", "router_overlap", "load_spread")  # of the last step
 
 
-def train(run: str) -> Result | None:
-    """One run in this process: what it reached, or why it diverged; None if a signal ended it."""
-    with tempfile.TemporaryDirectory() as folder:
+def train(run: str, scratch: str | None = None) -> Result | None:
+    """One run in this process: what it reached, or why it diverged; None if a signal ended it.
+
+    Its folder is a temporary one in `scratch`, or where the system has those.
+    """
+    with tempfile.TemporaryDirectory(dir=scratch) as folder:
         ends = ["--train.eval-every", "0", "--train.save-every", "0", "--out", f"{folder}/run"]
         config = parse_train(run.split() + ends).config
         trainer = open_run(config, Console(quiet=True))
@@ -94,31 +97,28 @@ def sweep(runs: Sequence[str], file: Path, jobs: int) -> Results:
     pool = ProcessPoolExecutor(
         jobs,
         mp_context=multiprocessing.get_context("spawn"),
-        initializer=_begin,
+        initializer=torch.set_num_threads,
         initargs=(max(1, (os.cpu_count() or 1) // jobs),),
     )
-    # As Ctrl-C, or the workers would outlive this process.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        waiting = {pool.submit(train, run): run for run in missing}
-        for done, future in enumerate(as_completed(waiting), 1):
-            result = future.result()
-            if result is None:
-                continue
-            results[waiting[future]] = result
-            save(results, file)
-            reached = result.get("val_bits_per_byte", "diverged")
-            print(f"{done}/{len(missing)}  {waiting[future]}  {reached}", flush=True)
-    finally:
-        pool.shutdown(cancel_futures=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt, too
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            waiting = {pool.submit(train, run, scratch): run for run in missing}
+            for done, future in enumerate(as_completed(waiting), 1):
+                result = future.result()
+                if result is None:
+                    continue
+                results[waiting[future]] = result
+                save(results, file)
+                reached = result.get("val_bits_per_byte", "diverged")
+                print(f"{done}/{len(missing)}  {waiting[future]}  {reached}", flush=True)
+        except BaseException:
+            for worker in multiprocessing.active_children():
+                worker.kill()  # a queue of runs would go on
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
     return results
-
-
-def _begin(threads: int) -> None:
-    """A worker's start."""
-    torch.set_num_threads(threads)
-    # A run under way ends by itself at Ctrl-C (deeploop.train); between runs the parent tells.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def spread(values: Sequence[float], digits: str = ".3f") -> str:

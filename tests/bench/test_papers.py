@@ -65,7 +65,7 @@ def test_more_escape_as_p_grows():
     falling = swept(lambda p, lr: 3 - p / 10 if lr == first or p < 0.4 else FLOOR)
     assert {row.agrees for row in papers.escapes(falling)} == {"**no**"}
     assert {row.agrees for row in papers.costs(falling)} == {"**no**"}
-    uneven = swept(lambda p, lr: 3 if lr == first or p == 0.35 else FLOOR)
+    uneven = swept(lambda p, lr: 3 if lr == first or p == 0.5 else FLOOR)
     assert {row.agrees for row in papers.escapes(uneven)} == {"open"}
     nowhere = swept(lambda p, lr: FLOOR)
     assert {row.agrees for row in papers.escapes(nowhere)} == {""}
