@@ -122,8 +122,8 @@ def sweep(runs: Sequence[str], file: Path, jobs: int) -> Results:
 
 
 def spread(values: Sequence[float], digits: str = ".3f") -> str:
-    """Mean (lowest to highest); empty where there is nothing."""
-    if not values:
-        return ""
+    """Mean (lowest to highest); one value alone, or nothing, as it is."""
+    if len(values) < 2:
+        return f"{values[0]:{digits}}" if values else ""
     low, high = min(values), max(values)
     return f"{statistics.mean(values):{digits}} ({low:{digits}} to {high:{digits}})"

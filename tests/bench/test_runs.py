@@ -60,4 +60,4 @@ def test_flags_that_train_refuses():
 
 def test_spread():
     assert runs.spread([1.0, 2.0, 6.0], ".1f") == "3.0 (1.0 to 6.0)"
-    assert runs.spread([]) == ""
+    assert (runs.spread([]), runs.spread([1.0])) == ("", "1.000")
