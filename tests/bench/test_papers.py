@@ -72,7 +72,7 @@ def test_more_escape_as_p_grows():
 
 
 def test_arms_meet_at_their_own_best_learning_rate():
-    first, second, *_ = papers.LOOPS_LRS
+    first, second, third, fourth = papers.LOOPS_LRS
     ends = {
         (0.5, first): [3.0, 3.2], (0.5, second): [2.0, 5.0],
         (None, first): [4.0, 4.0], (None, second): [3.5, 3.5],
@@ -82,7 +82,9 @@ def test_arms_meet_at_their_own_best_learning_rate():
         for (p, lr), runs in ends.items()
         for seed, bits in enumerate(runs)
     }
-    results[f"{papers.looped(None, 2, papers.LOOPS_LRS[2])} --seed 0"] = {"diverged": "x"}
+    lost, alone = papers.looped(None, 2, third), papers.looped(None, 2, fourth)
+    results |= {f"{lost} --seed 0": {"diverged": "x"}, f"{lost} --seed 1": end(1.0)}
+    results[f"{alone} --seed 0"] = end(1.0)  # a rate of fewer seeds is no rival
     row = papers.by_loops(results)[papers.LOOPS.index(2)]
     assert row.here == "-0.400 (-0.500 to -0.300)" and row.agrees == "yes"
 
