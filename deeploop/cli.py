@@ -159,7 +159,7 @@ def report(summary: dict[str, Any], trainer: "Trainer", console: Console) -> Non
     say(f"held out {summary['val_loss'] * scale:.3f} {unit} (counts alone: {floors})")
     rate = summary["tokens_per_second"]
     speed = f"{rate:,.0f} tokens/s, " if rate else ""
-    say(f"speed    {speed}{summary['peak_memory_gib']:.2f} GiB peak")
+    say(f"took     {speed}{summary['peak_memory_gib']:.2f} GiB peak")
 
 
 @dataclasses.dataclass

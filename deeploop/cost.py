@@ -50,9 +50,13 @@ def this_cpu() -> Device:
         for dtype in (torch.float32, torch.bfloat16)
     )
     x, y = torch.ones(2, 2**26)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     title = f"this CPU ({torch.get_num_threads()} threads)"
-    return Device(title, bf16, fp32, 2 * x.nbytes / _best(x.copy_, y), memory)
+    return Device(title, bf16, fp32, 2 * x.nbytes / _best(x.copy_, y), host_memory())
+
+
+def host_memory() -> int:
+    """Bytes of memory this machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _best(work: Callable[..., object], *inputs: Tensor) -> float:

@@ -73,7 +73,7 @@ class Corpus:
         """One line for the head of a log."""
         parts = [
             f"{self.name}: {len(self.train):,} train and {len(self.val):,} val tokens",
-            f"tokenizer {self.tokenizer.name if self.tokenizer else 'unknown'}",
+            f"tokenizer {self.tokenizer.name if self.tokenizer else 'none'}",
             f"vocabulary {self.vocab_size:,}",
         ]
         if self.bytes_per_token is not None:

@@ -156,6 +156,12 @@ def count(config: Config, target: Target, timed: bool = True) -> Step:
     return Step(held, parts, further(one.host, two.host))
 
 
+def counted_peak(config: Config, rows: int) -> float:
+    """Bytes that a CPU's step holds at its peak, with micro-batches of so many sequences."""
+    target = Target(DEVICES["h200"], MEASURED, "cpu")  # whose seconds nobody reads
+    return count(config, target, timed=False).held(rows).peak
+
+
 def count_whole(config: Config, target: Target, timed: bool = True) -> Step:
     """A step, every layer of it run."""
     clock = Clock(target.device, target.reach, config.model.vocab_size)
@@ -295,7 +301,7 @@ def loom_paper(e: Estimate) -> str:
 
 
 HEAD = (
-    f"{'preset':36} {'parameters':>13} {'memory':>13} {'micro':>5} {'largest':>7} {'tokens/s':>9} "
+    f"{'preset':40} {'parameters':>13} {'memory':>13} {'micro':>5} {'largest':>7} {'tokens/s':>9} "
     f"{'MFU':>5} {'run':>14}"
 )
 
@@ -304,7 +310,7 @@ def row(e: Estimate) -> str:
     """One estimate in one line, under HEAD."""
     t = e.config.train
     return (
-        f"{e.config.preset:36} {e.parameters:13,} {in_bytes(e.held.peak):>13} "
+        f"{e.config.preset:40} {e.parameters:13,} {in_bytes(e.held.peak):>13} "
         f"{t.micro_batch or t.batch_size:5} {e.largest:7} {e.rate:9,.0f} {100 * e.mfu:4.1f}% "
         f"{in_time(3600 * e.hours):>14}"
     )

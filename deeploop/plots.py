@@ -153,6 +153,7 @@ def _by_loop(axes: Any, lines: list[dict[str, Any]], key: str, title: str) -> No
         axes.plot(*zip(*points, strict=True), color=shade, label=str(loop + 1))
     axes.set_title(title)
     axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(title="loop", fontsize="small", ncols=1 + count // 8)
 
 

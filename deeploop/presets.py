@@ -203,5 +203,6 @@ def preset(name: str) -> Config:
     known = presets()
     if name not in known:
         near = difflib.get_close_matches(name, known, n=3)
-        raise InputError(f"preset {name!r}: {'not one of ' + ', '.join(near) if near else SUMMARY}")
+        others = f"did you mean {', '.join(near)}?" if near else f"there are {SUMMARY}"
+        raise InputError(f"preset {name!r}: unknown; {others}")
     return known[name]

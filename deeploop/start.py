@@ -1,5 +1,6 @@
 """From a configuration to a trainer: what is resolved, refused and said before step one."""
 
+import dataclasses
 import math
 import os
 import shutil
@@ -11,6 +12,7 @@ from rich.console import Console
 
 from deeploop import checkpoint, run
 from deeploop.config import Config, entries
+from deeploop.cost import block_weights, host_memory
 from deeploop.data import Corpus, load_corpus
 from deeploop.device import computes_in_bf16, device_name, pick_device
 from deeploop.disk import user_path
@@ -19,6 +21,7 @@ from deeploop.experts import check_strides
 from deeploop.lm import count_parameters
 from deeploop.order import ngram_bits
 from deeploop.parallel import Ranks, local_rank
+from deeploop.plan import counted_peak
 from deeploop.train import Trainer
 
 
@@ -44,6 +47,26 @@ def resolve(config: Config, corpus: Corpus, ranks: Ranks) -> Config:
         check_strides(m.d_model, m.moe.d_expert or m.d_model, dtype, device)
     config = config.replace("model", vocab_size=vocab)
     return config.replace("train", device=str(device), precision=precision)
+
+
+def check_memory(config: Config) -> None:
+    """Refuse a step on a CPU that the whole machine could not hold.
+
+    Asked of models that could: to be counted (see `deeploop.plan`) costs a second. Weights
+    that are too large by themselves are refused where they are made.
+    """
+    m, t, there = config.model, config.train, host_memory()
+    every = dataclasses.replace(m, moe=dataclasses.replace(m.moe, top_k=m.moe.experts))
+    weights = 4 * (m.vocab_size * m.d_model + m.n_layers * block_weights(every))
+    if not there / 100 < weights < there or config.model.moe.backend != "grouped_mm":
+        return
+    rows = t.micro_batch or t.batch_size
+    needed = counted_peak(config.replace("train", compile=False), rows)
+    if needed > there:
+        raise InputError(
+            f"train.micro_batch={rows}: a step would hold {needed / 2**30:.0f} GiB and this "
+            f"machine has {there / 2**30:.0f}; lower it, or train on a GPU (see deeploop plan)"
+        )
 
 
 def check_compiler() -> None:
@@ -203,6 +226,8 @@ def open_run(
     """
     corpus = open_corpus(config)
     config = resolve(config, corpus, ranks)
+    if config.train.device == "cpu" and ranks.world == 1:
+        check_memory(config)
     if found is not None:
         check_same(config, found)
         check_same_corpus(corpus, found)

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from rich.console import Console
 
 from deeploop.cli import main
 from deeploop.cost import DEVICES
@@ -28,6 +29,7 @@ from deeploop.plan import (
     target_of,
 )
 from deeploop.presets import preset
+from deeploop.start import check_memory, open_run
 
 H200 = target_of("h200")
 SMALL = {"d_model": 64, "n_heads": 2, "n_layers": 4, "seq_len": 288, "vocab_size": 2048}
@@ -204,3 +206,14 @@ def test_parameters_are_those_of_the_model(name):
     with torch.device("meta"):
         whole = sum(p.numel() for p in LoopLM(preset(name).model).parameters())
     assert count_parameters(preset(name).model) == whole
+
+
+def test_a_step_that_a_cpu_cannot_hold_is_refused_before_anything_is_made(tmp_path, monkeypatch):
+    monkeypatch.setattr("deeploop.start.host_memory", lambda: 2**26)
+    monkeypatch.chdir(tmp_path)
+    config = preset("deeploop-tiny").replace("train", device="cpu")
+    with pytest.raises(InputError, match=r"train\.micro_batch=16: a step would hold"):
+        open_run(config, Console(quiet=True))
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr("deeploop.start.host_memory", lambda: 2**28)
+    check_memory(config.replace("model", vocab_size=256).replace("train", precision="bf16"))

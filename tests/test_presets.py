@@ -119,5 +119,5 @@ def test_isoflop_models_cost_the_same():
 
 
 def test_a_name_far_from_all_shows_the_families():
-    with pytest.raises(InputError, match=r"'zzz': deeploop-tiny, gpt2-.*loom-"):
+    with pytest.raises(InputError, match=r"'zzz': unknown; there are deeploop-tiny, gpt2-.*loom-"):
         preset("zzz")
