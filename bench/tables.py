@@ -33,11 +33,11 @@ def strongest(
 def time_over(record: Record, name: str, ours: str) -> float:
     """Time of a contender over that of `ours`: without launches, or of both with them.
 
-    What no CUDA graph could hold has its launches in `seconds`, too.
+    What no CUDA graph could hold has its launches in `seconds`, too; `missing` says so.
     """
     theirs, own = (record["contenders"][n] for n in (name, ours))
-    graphed = theirs["seconds"] != theirs["call_seconds"]
-    key = "seconds" if graphed else "call_seconds"
+    launched = "without a CUDA graph" in record["missing"].get(name, "")
+    key = "call_seconds" if launched else "seconds"
     return theirs[key] / own[key]
 
 
