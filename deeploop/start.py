@@ -21,7 +21,6 @@ from deeploop.experts import check_strides
 from deeploop.lm import count_parameters
 from deeploop.order import ngram_bits
 from deeploop.parallel import Ranks, local_rank
-from deeploop.plan import counted_peak
 from deeploop.train import Trainer
 
 
@@ -60,6 +59,8 @@ def check_memory(config: Config) -> None:
     weights = 4 * (m.vocab_size * m.d_model + m.n_layers * block_weights(every))
     if not there / 100 < weights < there or config.model.moe.backend != "grouped_mm":
         return
+    from deeploop.plan import counted_peak  # half a second that few runs need to wait
+
     rows = t.micro_batch or t.batch_size
     needed = counted_peak(config.replace("train", compile=False), rows)
     if needed > there:
