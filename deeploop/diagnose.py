@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from deeploop import checkpoint, run
 from deeploop.config import MOST_SEED, Config
 from deeploop.console import print_whole
-from deeploop.data import Corpus, load_corpus
+from deeploop.data import Corpus
 from deeploop.device import device_name
 from deeploop.disk import disk_errors, user_path, write_json
 from deeploop.errors import Diverged, InputError
@@ -30,7 +30,7 @@ from deeploop.optim import adamw
 from deeploop.order import train_batch, windows_per_epoch
 from deeploop.parallel import Ranks
 from deeploop.reading import Batch, Measured, figures, measure
-from deeploop.start import check_same, check_same_corpus, resolve
+from deeploop.start import check_same, check_same_corpus, read_corpus, resolve
 
 
 def diagnose(
@@ -54,13 +54,7 @@ def diagnose(
             raise InputError(f"{name}={value}: must be at least {least}")
     if not 0 <= draw <= MOST_SEED:
         raise InputError(f"draw={draw}: must be from 0 to {MOST_SEED}")
-    corpus = load_corpus(
-        config.data.path,
-        config.data.tokenizer,
-        text_field=config.data.text_field,
-        val_fraction=config.data.val_fraction,
-        vocab_size=config.model.vocab_size or None,
-    )
+    corpus = read_corpus(config)
     for saved in found:
         check_same(config, saved)
         check_same_corpus(corpus, saved)

@@ -196,15 +196,20 @@ def ngram_floors(corpus: Corpus) -> dict[str, float]:
     return floors if bigram is None else floors | {"bigram": bigram * math.log(2)}
 
 
-def open_corpus(config: Config) -> Corpus:
-    """The corpus of a run; raises InputError where it cannot fill one sequence."""
-    corpus = load_corpus(
+def read_corpus(config: Config) -> Corpus:
+    """The corpus that a configuration names."""
+    return load_corpus(
         config.data.path,
         config.data.tokenizer,
         text_field=config.data.text_field,
         val_fraction=config.data.val_fraction,
         vocab_size=config.model.vocab_size or None,
     )
+
+
+def open_corpus(config: Config) -> Corpus:
+    """The corpus to train on; raises InputError where it cannot fill one sequence."""
+    corpus = read_corpus(config)
     if len(corpus.train) <= config.model.seq_len:
         raise InputError(
             f"data.path={config.data.path!r}: {len(corpus.train)} training tokens are fewer than "
