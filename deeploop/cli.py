@@ -55,6 +55,17 @@ def parse(kind: type[T], **options: Any) -> T:
         raise InputError(f"{wrong}; see --help") from None
 
 
+def split(arguments: list[str]) -> tuple[str | None, list[str]]:
+    """The word ahead of the options, which names a preset or a run, if there is one; the rest."""
+    named = bool(arguments) and not arguments[0].startswith("-")
+    return (arguments[0], arguments[1:]) if named else (None, arguments)
+
+
+def named_preset(name: str | None) -> Config:
+    """A preset by name; without one, the default."""
+    return preset("deeploop-tiny" if name is None else name)
+
+
 @dataclasses.dataclass
 class TrainArguments:
     config: Annotated[Config, tyro.conf.arg(name="")]
@@ -74,13 +85,12 @@ class TrainArguments:
 
 def parse_train(arguments: list[str]) -> TrainArguments:
     """PRESET and overrides; with --resume alone, the run's own configuration."""
-    named = bool(arguments) and not arguments[0].startswith("-")
-    base = preset(arguments[0]) if named else preset("deeploop-tiny")
-    rest = arguments[1:] if named else arguments
+    name, rest = split(arguments)
+    base = named_preset(name)
     ahead = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     ahead.add_argument("--resume", nargs="?")  # a missing value is for the real parser to refuse
     resume = ahead.parse_known_args(rest)[0].resume
-    if resume is not None and not named:
+    if resume is not None and name is None:
         from deeploop.checkpoint import find
 
         saved = find(resume).config
@@ -235,11 +245,11 @@ class ProfileArguments:
 
 
 def profile(arguments: list[str]) -> int:
-    named = bool(arguments) and not arguments[0].startswith("-")
-    base = preset(arguments[0] if named else "deeploop-tiny").replace("train", steps=5)
+    name, rest = split(arguments)
+    base = named_preset(name).replace("train", steps=5)
     a = parse(
         ProfileArguments,
-        args=arguments[1:] if named else arguments,
+        args=rest,
         default=ProfileArguments(base),
         prog="deeploop profile [PRESET]",
         description="Time training steps, then take one apart. --steps: how many are timed; "
@@ -272,14 +282,13 @@ class DiagnoseArguments:
 
 
 def diagnose(arguments: list[str]) -> int:
-    named = bool(arguments) and not arguments[0].startswith("-")
-    base, runs = preset("deeploop-tiny"), ""
-    if named and arguments[0] in presets():
-        base = preset(arguments[0])
-    elif named:
+    name, rest = split(arguments)
+    runs = None if name in presets() else name
+    if runs is None:
+        base = named_preset(name)
+    else:
         from deeploop.checkpoint import find
 
-        runs = arguments[0]
         if not os.path.exists(os.path.expanduser(runs)):
             raise InputError(
                 f"{runs!r}: neither a run's folder or checkpoint nor a preset ({SUMMARY})"
@@ -287,7 +296,7 @@ def diagnose(arguments: list[str]) -> int:
         base = find(runs).config.replace("train", out="", device="auto")
     a = parse(
         DiagnoseArguments,
-        args=arguments[named:],
+        args=rest,
         default=DiagnoseArguments(base),
         prog="deeploop diagnose [RUN|PRESET]",
         description="Gradients of each visit apart, kappa_R, the stream and the update's size: of "
@@ -300,7 +309,7 @@ def diagnose(arguments: list[str]) -> int:
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("WORLD_SIZE is over 1: a diagnosis takes one process; leave torchrun out")
-    found = checkpoints(runs) if runs else []
+    found = [] if runs is None else checkpoints(runs)
     diagnose(a.config, found, Console(), probes=a.probes, batch_size=a.batch_size, draw=a.draw)
     return 0
 
@@ -323,14 +332,14 @@ class PlanArguments:
 
 
 def plan(arguments: list[str]) -> int:
-    named = bool(arguments) and not arguments[0].startswith("-")
-    rest = arguments[1:] if named else arguments
-    first = "gpt2-small-r1-baseline" if "--matrix" in rest else "deeploop-tiny"
-    a = parse_plan(rest, preset(arguments[0] if named else first))
-    if named and (a.all or a.matrix):
-        raise InputError(
-            f"preset {arguments[0]!r}: --all and --matrix choose their own; leave it out"
-        )
+    name, rest = split(arguments)
+    if name is None and "--matrix" in rest:
+        base = preset("gpt2-small-r1-baseline")
+    else:
+        base = named_preset(name)
+    a = parse_plan(rest, base)
+    if name is not None and (a.all or a.matrix):
+        raise InputError(f"preset {name!r}: --all and --matrix choose their own; leave it out")
     from deeploop import plan
 
     if not (a.all or a.matrix):
