@@ -20,7 +20,6 @@ import functools
 import os
 import platform
 import re
-import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -31,6 +30,7 @@ from torch import Tensor
 
 from bench.counting import count
 from bench.timing import copy_bandwidth, kernel_times, matmul_ceiling, measured, peak_of
+from deeploop import versions
 from deeploop.device import device_name
 from deeploop.kernels import rows
 
@@ -157,11 +157,7 @@ def processor() -> str:
 
 def commit() -> str | None:
     """Of this tree; DEEPLOOP_COMMIT names it where there is only a copy of the files."""
-    given = os.environ.get("DEEPLOOP_COMMIT")
-    if given or not shutil.which("git"):
-        return given or None
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
+    return os.environ.get("DEEPLOOP_COMMIT") or versions.commit()
 
 
 def clocks(device: torch.device) -> dict[str, float]:

@@ -24,7 +24,6 @@ import dataclasses
 import itertools
 import shutil
 import statistics
-import subprocess
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -37,7 +36,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, schedule
 
-from deeploop import __version__, run, start, trace
+from deeploop import run, start, trace
 from deeploop.config import Config
 from deeploop.console import print_whole
 from deeploop.cost import device_of, flops_per_token
@@ -45,13 +44,13 @@ from deeploop.data import Corpus
 from deeploop.device import device_name, peak_memory
 from deeploop.disk import disk_errors, write_json
 from deeploop.errors import InputError
-from deeploop.kernels import rows
 from deeploop.parallel import Ranks
 from deeploop.shards import ArraySegment, TokenStream
 from deeploop.spans import PARTS, span
 from deeploop.telemetry import Sample, columns, reader, sampled
 from deeploop.tokenizer import load_tokenizer
 from deeploop.train import Trainer
+from deeploop.versions import versions
 
 PAGE = "profile.png"  # written last
 WINDOWS = 64  # sequences of random tokens; steps go round them
@@ -210,20 +209,6 @@ def described(trainer: Trainer) -> dict[str, Any]:
         "ranks": trainer.ranks.world,
         "versions": versions(),
         "config": dataclasses.asdict(trainer.config),
-    }
-
-
-def versions() -> dict[str, str | None]:
-    """Of the software: deeploop's own with its commit, where it runs from a checkout."""
-    root, commit = Path(__file__).resolve().parents[1], None
-    if (root / ".git").exists() and shutil.which("git"):
-        command = ["git", "-C", str(root), "describe", "--always", "--dirty"]
-        commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    return {
-        "deeploop": __version__,
-        "commit": commit or None,
-        "torch": torch.__version__,
-        "triton": rows.triton.__version__ if rows.triton else None,
     }
 
 
