@@ -5,7 +5,7 @@
 The default model on a CPU, the 124M one on CUDA, float32 as `deeploop generate` runs them,
 batches of 1 and 8:
 
-* cached: `deeploop.generate.sample`: keys and values of every visit kept;
+* cached: `deeploop.eval.generate.sample`: keys and values of every visit kept;
 * recomputed: all tokens so far through the model for each new one.
 
 Their final states must agree before anything is timed. A call reads the prompt and adds
@@ -22,11 +22,11 @@ import torch
 
 from bench.record import Work, say
 from bench.timing import relative_error
-from deeploop.cost import block_weights, forward_flops
-from deeploop.device import pick_device
-from deeploop.generate import sample
-from deeploop.lm import LoopLM
-from deeploop.presets import preset
+from deeploop.config.presets import preset
+from deeploop.eval.generate import sample
+from deeploop.model.flops import block_weights, forward_flops
+from deeploop.model.looplm import LoopLM
+from deeploop.utils.device import pick_device
 
 DEVICE = pick_device("auto")
 CUDA = DEVICE.type == "cuda"

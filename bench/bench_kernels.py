@@ -51,8 +51,8 @@ from bench.timing import (
     peak_of,
     relative_error,
 )
-from deeploop.device import pick_device
 from deeploop.kernels import reference
+from deeploop.utils.device import pick_device
 
 DEVICE = pick_device("auto")
 CUDA = DEVICE.type == "cuda"

@@ -24,8 +24,8 @@ from bench.record import say
 from bench.timing import in_words
 from bench.training import Training, take_step, training
 from deeploop.config import Config
-from deeploop.device import computes_in_bf16, pick_device
-from deeploop.presets import preset
+from deeploop.config.presets import preset
+from deeploop.utils.device import computes_in_bf16, pick_device
 
 DEVICE = pick_device("auto")
 CUDA = DEVICE.type == "cuda"
@@ -50,7 +50,7 @@ def sized(loops: int) -> Config:
 def plans(loops: int) -> dict[str, dict[str, object]]:
     """Fields of TrainConfig, by name."""
     cut = {
-        f"{plan}({k})": {"plan": plan, "plan_loops": k}
+        f"{plan}({k})": {"plan": plan, "backprop_loops": k}
         for plan, sizes in (("segments", (1, 2, 3, 4, 6)), ("last", (1, 3)))
         for k in sizes
         if k < loops

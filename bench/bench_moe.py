@@ -6,7 +6,7 @@ A whole MoE visit: router, 32 experts of which a token takes 6, the weighted sum
 residual rule and the norms around it. Contenders take turns in one run and share
 weights, router and updates:
 
-* grouped_mm: the layer as shipped (`deeploop.moe.MoE`, `expert_combine`);
+* grouped_mm: the layer as shipped (`deeploop.model.moe.layer.MoE`, `expert_combine`);
 * loop: the same layer with the backend `loop`, one expert after another by autograd;
 * modules: as one writes it first, a module for each expert: its tokens (index_select),
   three linear layers, weighted rows added in place (index_add). Every expert's matrices
@@ -34,11 +34,10 @@ import torch.nn.functional as F
 
 from bench.record import Work, say
 from bench.timing import relative_error
-from deeploop.device import computes_in_bf16, pick_device
-from deeploop.errors import InputError
-from deeploop.evaluate import autocast
 from deeploop.kernels import branch_sandwich, expert_combine, sigmoid_router
-from deeploop.moe import MoE
+from deeploop.model.moe.layer import MoE
+from deeploop.utils.device import autocast, computes_in_bf16, pick_device
+from deeploop.utils.errors import InputError
 
 DEVICE = pick_device("auto")
 EXPERTS, TOP_K, D_MODEL, D_EXPERT = 32, 6, 512, 512

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from bench.record import Work, counted, say
 from bench.timing import in_words, relative_error
 from deeploop.config import TrainConfig
-from deeploop.device import pick_device
-from deeploop.lm import LoopLM, count_parameters
-from deeploop.optim import adamw, clip_gradients, step_if_finite
-from deeploop.presets import preset
+from deeploop.config.presets import preset
+from deeploop.model.looplm import LoopLM, count_parameters
+from deeploop.train.optim import adamw, clip_gradients, step_if_finite
+from deeploop.utils.device import pick_device
 
 DEVICE = pick_device("auto")
 CUDA = DEVICE.type == "cuda"
@@ -44,7 +44,7 @@ def shipped(model: nn.Module):
 
 
 def groups(model: nn.Module) -> list[dict]:
-    """Those of `deeploop.optim.adamw`, without what it sets itself."""
+    """Those of `deeploop.train.optim.adamw`, without what it sets itself."""
     return [
         {key: group[key] for key in ("params", "weight_decay")}
         for group in adamw(model, TRAIN).param_groups

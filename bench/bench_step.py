@@ -2,7 +2,7 @@
 
     pytest bench/bench_step.py -s [--benchmark-json=FILE]
 
-The default model (on CUDA the paper's 124M one) at several R, both arms. Contenders start
+The default model (on CUDA the paper's 124M one) at several R, both residuals. Contenders start
 from the same weights and take the same batch, optimizer and clipping:
 
 * shipped: the trainer's step: autocast, closed-form or Triton updates, fused head loss;
@@ -16,7 +16,7 @@ from the same weights and take the same batch, optimizer and clipping:
 
 Shipped and eager must agree in float32, and all first losses in what they compute in,
 before anything is timed. One that does not, or runs out of memory, is named. FLOPs are the
-model's (`deeploop.cost`), bytes those that the operators move; peak memory has weights,
+model's (`deeploop.model.flops`), bytes those that the operators move; peak memory has weights,
 moments and activations.
 """
 
@@ -33,27 +33,28 @@ from bench.record import say
 from bench.timing import Budget, in_words, not_compiling, relative_error
 from bench.training import Training, optimize, take_step, training
 from deeploop.config import Config
-from deeploop.device import computes_in_bf16, pick_device
-from deeploop.evaluate import autocast
-from deeploop.layers import Place
-from deeploop.lm import LoopLM
-from deeploop.loss import linear_cross_entropy
-from deeploop.presets import preset
-from deeploop.visits import walk
+from deeploop.config.presets import preset
+from deeploop.model.attention import AttentionContext
+from deeploop.model.looplm import LoopLM
+from deeploop.model.loss import linear_cross_entropy
+from deeploop.model.visits import walk
+from deeploop.utils.device import autocast, computes_in_bf16, pick_device
 
 DEVICE = pick_device("auto")
 CUDA = DEVICE.type == "cuda"
 LOOPS = (1, 3, 5, 7) if CUDA else (1, 2, 4, 8)
 COMPILING = Budget(float(os.environ.get("DEEPLOOP_BENCH_COMPILE_SECONDS", "60")))
-FUSED = {"deeploop": "post_sandwich", "baseline": "linear_update"}
+FUSED = {"deeploop": "post_sandwich", "pre_norm": "linear_update"}
 
 
-def sized(arm: str, loops: int) -> Config:
+def sized(residual: str, loops: int) -> Config:
     """On CUDA so few sequences that the written-out norms have room at the most loops."""
     if CUDA:
-        config = preset(f"gpt2-small-r{loops}-{arm}")
+        config = preset(f"gpt2-small-r{loops}-{residual}")
         return config.replace("train", batch_size=8, micro_batch=0, precision="bf16")
-    config = preset("deeploop-tiny").replace("model", vocab_size=256, arm=arm, loops=loops)
+    config = preset("deeploop-tiny").replace(
+        "model", vocab_size=256, residual=residual, loops=loops
+    )
     return config.replace("train", precision="bf16" if computes_in_bf16(DEVICE) else "fp32")
 
 
@@ -84,7 +85,7 @@ def eager_loss(model: LoopLM, tokens, targets, pieces=Pieces()):  # noqa: B008
     config, eps = model.config, model.config.norm_eps
     h = norm_chain(model.embedding(tokens), model.gain_embedding, eps)
     n = norm_chain(h, model.sublayers[0].gain_in, eps)
-    place = Place(model.cos, model.sin, 0)
+    place = AttentionContext(model.cos, model.sin, 0)
     for loop in range(config.loops):
         last = loop + 1 == config.loops
         for visit in walk(config, model.sublayers, loop, last, model.gain_final):
@@ -151,20 +152,25 @@ def contenders(config: Config, missing: dict[str, str]):
 
 
 @pytest.mark.parametrize("loops", LOOPS)
-@pytest.mark.parametrize("arm", ["deeploop", "baseline"])
-def test_training_step(benchmark, machine, arm, loops):
-    config, missing = sized(arm, loops), {}
+@pytest.mark.parametrize("residual", ["deeploop", "pre_norm"])
+def test_training_step(benchmark, machine, residual, loops):
+    config, missing = sized(residual, loops), {}
     check(training(config, DEVICE))
     found = contenders(config, missing)
     calls = {name: lambda f=f, t=t: f(t) for name, (f, t) in found.items()}
     held = {name: t.held() for name, (_, t) in found.items()}
-    fused = {"shipped": (f"{FUSED[arm]}_forward", f"{FUSED[arm]}_backward")}
+    fused = {"shipped": (f"{FUSED[residual]}_forward", f"{FUSED[residual]}_backward")}
     entries = machine.compare(calls, held, rounds=15 if CUDA else 5, fused=fused)
     for name, entry in entries.items():
         if entry["peak_bytes"] is not None:
             entry["peak_bytes"] += found[name][1].held_bytes()
     there = found["shipped"][1]
-    case = {"arm": arm, "loops": loops, "model": config.preset, "batch": len(there.tokens)}
+    case = {
+        "residual": residual,
+        "loops": loops,
+        "model": config.preset,
+        "batch": len(there.tokens),
+    }
     others = [name for name in entries if name != "shipped"]
     benchmark.extra_info |= machine.record(
         "step", case, there.dtype, there.work(), entries, others, missing

@@ -122,16 +122,23 @@ def roofline(records: list[Record]) -> Figure | None:
 
 
 def step(records: list[Record]) -> Figure | None:
-    """Step time by loops, a line for each arm and contender."""
+    """Step time by loops, a line for each residual and contender."""
     records = sorted(of_suite(records, "step"), key=lambda r: r["case"]["loops"])
     if not records:
         return None
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
-    arms = dict.fromkeys(r["case"]["arm"] for r in records)
-    for arm, style in zip(arms, itertools.cycle(("-", "--")), strict=False):
-        there = [r for r in records if r["case"]["arm"] == arm]
-        by_loops(axes, there, "seconds", 1e3, lambda name, arm=arm: f"{arm}, {name}", style)
+    residuals = dict.fromkeys(r["case"]["residual"] for r in records)
+    for residual, style in zip(residuals, itertools.cycle(("-", "--")), strict=False):
+        there = [r for r in records if r["case"]["residual"] == residual]
+        by_loops(
+            axes,
+            there,
+            "seconds",
+            1e3,
+            lambda name, residual=residual: f"{residual}, {name}",
+            style,
+        )
     axes.set_xlabel("loops R")
     axes.set_ylabel("ms a step")
     axes.set_ylim(bottom=0)

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from bench.ops import OPS, Op
 from deeploop import kernels
-from deeploop.device import device_name, pick_device
 from deeploop.kernels import rows
+from deeploop.utils.device import device_name, pick_device
 
 # Odd widths and the last row block half empty; every kind of launch once.
 SMALL = [

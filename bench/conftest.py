@@ -4,7 +4,7 @@ import time
 import pytest
 
 from bench.record import Machine
-from deeploop.device import pick_device
+from deeploop.utils.device import pick_device
 
 BEGAN, BUDGET = time.monotonic(), float(os.environ.get("DEEPLOOP_BENCH_SECONDS", "inf"))
 

@@ -2,8 +2,8 @@
 
     python -m bench.kappa --out bench/results/kappa.json
 
-trains a small model of each arm at R = 2, 4, 8, 16 loops, for each seed, diagnoses it as it
-begins, half way and at the end (see `deeploop.alignment` for what is measured), and prints
+trains a small model of each residual at R = 2, 4, 8, 16 loops, for each seed, diagnoses it as it
+begins, half way and at the end (see `deeploop.analyze.diagnose.per_loop` for what is measured), and prints
 Markdown: kappa_R, mean over the seeds (lowest - highest), and gamma, the slope of
 log kappa_R on log R, for which DeepLoop's rule wants p = (1 + gamma)/4; the same of the
 visits' directions alone; the bound's constants C_U and C_G; what the models reached. Runs that
@@ -21,17 +21,17 @@ from typing import Any
 import tyro
 from rich.console import Console
 
+from deeploop.analyze.diagnose.diagnose import checkpoints, diagnose
 from deeploop.config import Config
-from deeploop.diagnose import checkpoints, diagnose
-from deeploop.errors import Diverged
-from deeploop.presets import preset
-from deeploop.scaling import threshold_exponent
-from deeploop.start import open_run
+from deeploop.config.presets import preset
+from deeploop.config.scaling import threshold_exponent
+from deeploop.train.setup import open_run
+from deeploop.utils.errors import Diverged
 
 
 @dataclasses.dataclass
 class Arguments:
-    arms: tuple[str, ...] = ("deeploop", "deepnorm", "baseline")
+    residuals: tuple[str, ...] = ("deeploop", "deepnorm", "pre_norm")
     """Residual rules."""
     loops: tuple[int, ...] = (2, 4, 8, 16)
     """R."""
@@ -45,10 +45,10 @@ class Arguments:
     """JSON of what the table is made of."""
 
 
-def small(arm: str, loops: int, seed: int, steps: int, folder: Path) -> Config:
+def small(residual: str, loops: int, seed: int, steps: int, folder: Path) -> Config:
     """Two blocks 64 wide on 16 x 64 bytes of the default corpus."""
     config = preset("deeploop-tiny").replace(
-        "model", arm=arm, loops=loops, d_model=64, n_heads=2, seq_len=64
+        "model", residual=residual, loops=loops, d_model=64, n_heads=2, seq_len=64
     )
     return config.replace(
         "train",
@@ -108,12 +108,12 @@ def slope(loops: list[int], kappas: list[float]) -> float:
 
 
 def table(results: list[dict[str, Any]], key: str, fit: bool = True) -> str:
-    """Markdown: arms and states down, loops across; with `fit`, gamma and p."""
+    """Markdown: residuals and states down, loops across; with `fit`, gamma and p."""
     loops = sorted({r["loops"] for r in results})
     head = [f"R = {r}" for r in loops] + (["gamma", "p"] if fit else [])
-    lines = [f"| arm | step | {' | '.join(head)} |", "|---|---|" + "---|" * len(head)]
-    for arm in dict.fromkeys(r["arm"] for r in results):
-        runs = [r for r in results if r["arm"] == arm and "readings" in r]
+    lines = [f"| residual | step | {' | '.join(head)} |", "|---|---|" + "---|" * len(head)]
+    for residual in dict.fromkeys(r["residual"] for r in results):
+        runs = [r for r in results if r["residual"] == residual and "readings" in r]
         for at in sorted({x["step"] for r in runs for x in r["readings"]}):
             values = {
                 (r["loops"], r["seed"]): x[key]
@@ -123,7 +123,7 @@ def table(results: list[dict[str, Any]], key: str, fit: bool = True) -> str:
             }
             cells = [spread([k for (r, _), k in values.items() if r == R]) for R in loops]
             cells += fitted(values, loops) if fit else []
-            lines.append(f"| {arm} | {at} | {' | '.join(cells)} |")
+            lines.append(f"| {residual} | {at} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -148,12 +148,14 @@ def spread(values: list[float]) -> str:
 def main() -> None:
     a = tyro.cli(Arguments, description=__doc__)
     results = []
-    for arm in a.arms:
+    for residual in a.residuals:
         for loops in a.loops:
             for seed in range(a.seeds):
-                name = f"{arm}-r{loops}-{a.steps}-{seed}"
-                config = small(arm, loops, seed, a.steps, a.folder / name)
-                results.append({"arm": arm, "loops": loops, "seed": seed} | reading(config))
+                name = f"{residual}-r{loops}-{a.steps}-{seed}"
+                config = small(residual, loops, seed, a.steps, a.folder / name)
+                results.append(
+                    {"residual": residual, "loops": loops, "seed": seed} | reading(config)
+                )
     if a.out is not None:
         a.out.parent.mkdir(parents=True, exist_ok=True)
         a.out.write_text(json.dumps(results) + "\n")

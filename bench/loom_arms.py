@@ -16,8 +16,8 @@ from pathlib import Path
 import tyro
 
 from bench.runs import Results, by_seed, each, spread, sweep
-from deeploop.errors import InputError
-from deeploop.presets import LOOM_ARMS, preset
+from deeploop.config.presets import LOOM_ABLATIONS, preset
+from deeploop.utils.errors import InputError
 
 
 @dataclasses.dataclass
@@ -40,7 +40,7 @@ def arms(base: str = "loom-tiny", steps: int = 0, partial: bool = False) -> dict
     """What each row trains: a case of `bench.runs`. Raises InputError on an unknown preset."""
     ends = f"--steps {steps or preset(base).train.steps} --train.precision fp32"
     rows = {"one loop": f"{base} --model.loops 1 {ends}", "LOOM": f"{base} {ends}"}
-    for arm in ("released", *LOOM_ARMS):
+    for arm in ("released", *LOOM_ABLATIONS):
         if partial or not (arm == "released" or arm.endswith("-only")):
             rows[arm] = f"{base}-{arm} {ends}"
     return rows

@@ -3,7 +3,7 @@
     python -m bench.memory loom-329m
 
 prints GiB as a Markdown table: weights, gradients, moments and activations of a step of
-one micro-batch, from the second step on (see `deeploop.plan`). Needs no GPU and does
+one micro-batch, from the second step on (see `deeploop.analyze.plan.planner`). Needs no GPU and does
 not allocate the model.
 """
 
@@ -15,14 +15,14 @@ from typing import Annotated, Any
 
 import tyro
 
+from deeploop.analyze.plan.planner import count, target_of
 from deeploop.config import Config
-from deeploop.errors import InputError
-from deeploop.plan import count, target_of
-from deeploop.presets import preset
+from deeploop.config.presets import preset
+from deeploop.utils.errors import InputError
 
 PLANS: dict[str, dict[str, Any]] = {
-    "`segments`, 3 loops": {"plan": "segments", "plan_loops": 3},
-    "`last`, 3 loops": {"plan": "last", "plan_loops": 3},
+    "`segments`, 3 loops": {"plan": "segments", "backprop_loops": 3},
+    "`last`, 3 loops": {"plan": "last", "backprop_loops": 3},
     "`full`": {"plan": "full"},
     "`full`, `--train.recompute visit`": {"plan": "full", "recompute": "visit"},
     "`full`, `--train.recompute loop`": {"plan": "full", "recompute": "loop"},

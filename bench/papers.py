@@ -30,8 +30,8 @@ from matplotlib.figure import Figure
 
 from bench import loom_arms
 from bench.runs import Result, Results, by_seed, each, load, spread, sweep
-from deeploop.disk import atomic_file
-from deeploop.errors import InputError
+from deeploop.utils.disk import atomic_file
+from deeploop.utils.errors import InputError
 
 Claim = Literal["p-sweep", "by-loops", "segments", "loom"]
 MARGIN = 0.1
@@ -50,9 +50,10 @@ SEGMENTS = loom_arms.arms()["LOOM"]
 PLANS = {
     "segments of 3 loops, a step for each": SEGMENTS,
     "segments of 3 loops, a step for each batch": f"{SEGMENTS} --train.step-per batch",
-    "full": f"{SEGMENTS} --train.plan full",
+    "full": f"{SEGMENTS} --train.backprop full",
     "full, twice as many batches, half as large": (
-        SEGMENTS.replace("--steps 100", "--steps 200") + " --train.plan full --train.batch-size 8"
+        SEGMENTS.replace("--steps 100", "--steps 200")
+        + " --train.backprop full --train.batch-size 8"
     ),
 }
 PARTS = {  # of LOOM, and the perplexity without each in its table 5; with all 18.62
@@ -79,7 +80,7 @@ class Arguments:
 
 def looped(p: float | None, loops: int, lr: float) -> str:
     """A case of DeepLoop at an exponent; without one, of the pre-norm loop."""
-    arm = "--model.arm baseline" if p is None else f"--model.arm deeploop --model.p {p:g}"
+    arm = "--model.residual pre_norm" if p is None else f"--model.residual deeploop --model.p {p:g}"
     return f"{TINY} {arm} --model.loops {loops} --lr {lr:g}"
 
 

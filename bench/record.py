@@ -30,9 +30,9 @@ from torch import Tensor
 
 from bench.counting import count
 from bench.timing import copy_bandwidth, kernel_times, matmul_ceiling, measured, peak_of
-from deeploop import versions
-from deeploop.device import device_name
 from deeploop.kernels import rows
+from deeploop.utils import versions
+from deeploop.utils.device import device_name
 
 Record = dict[str, Any]
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from bench.record import Record
 from bench.tables import strongest
-from deeploop.errors import InputError
+from deeploop.utils.errors import InputError
 
 Key = tuple[str, str, str]
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from bench.record import Record
 from bench.regressions import compare
 from bench.tables import markdown
-from deeploop.errors import InputError
+from deeploop.utils.errors import InputError
 
 
 def load(paths: list[Path]) -> tuple[list[Record], list[Record]]:

@@ -20,12 +20,12 @@ import torch
 from rich.console import Console
 
 from deeploop.cli import parse_train
-from deeploop.device import device_name
-from deeploop.disk import write_text
-from deeploop.errors import Diverged, InputError
-from deeploop.evaluate import bits_per_byte
-from deeploop.lm import count_parameters
-from deeploop.start import open_run
+from deeploop.eval.validate import bits_per_byte
+from deeploop.model.looplm import count_parameters
+from deeploop.train.setup import open_run
+from deeploop.utils.device import device_name
+from deeploop.utils.disk import write_text
+from deeploop.utils.errors import Diverged, InputError
 
 Result = dict[str, Any]
 Results = dict[str, Result]

@@ -177,11 +177,11 @@ def measured(
 def peak_of(run: Callable[[], object], held: Iterable[Tensor] = ()) -> int:
     """Bytes a call holds at most beyond what was there before.
 
-    On a CPU they are counted, by storages (`deeploop.memory.Live`); `held` are then those
+    On a CPU they are counted, by storages (`deeploop.analyze.plan.memory.Live`); `held` are then those
     tensors from before that the call may look at.
     """
     if not torch.cuda.is_available():
-        from deeploop.memory import Live  # needs the trainer's packages
+        from deeploop.analyze.plan.memory import Live  # needs the trainer's packages
 
         with Live() as live:
             for tensor in held:

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from bench.record import Work
-from deeploop.backprop import backward, rounds
 from deeploop.config import Config
-from deeploop.cost import flops_per_token
-from deeploop.lm import LoopLM, count_parameters
-from deeploop.moe import MoE, balance_
-from deeploop.optim import adamw, clip_gradients, step_if_finite
-from deeploop.visits import Stream
+from deeploop.config.backprop import rounds
+from deeploop.model.flops import flops_per_token
+from deeploop.model.looplm import LoopLM, count_parameters
+from deeploop.model.moe.layer import MoE, update_router_bias_
+from deeploop.model.visits import LoopState
+from deeploop.train.backprop import backward
+from deeploop.train.optim import adamw, clip_gradients, step_if_finite
 
 
 class Training(NamedTuple):
@@ -65,7 +66,7 @@ def training(config: Config, device: torch.device) -> Training:
 
 def take_step(t: Training) -> Tensor:
     """What `Trainer.step` does with a batch of one micro-batch; returns its last loss."""
-    carried: Stream | None = None
+    carried: LoopState | None = None
     loads: list[Tensor] = []
     for part in rounds(t.config.train, t.config.model.loops):
         for segment in part:
@@ -90,4 +91,4 @@ def balance(t: Training, loads: list[Tensor]) -> None:
     by_layer = torch.stack(loads).view(-1, m.n_layers, m.moe.experts).sum(0)
     experts = [s.branch for s in t.model.sublayers if isinstance(s.branch, MoE)]
     for moe, load in zip(experts, by_layer, strict=True):
-        balance_(moe.bias, load, m.moe.balance_lr)
+        update_router_bias_(moe.bias, load, m.moe.balance_lr)

@@ -10,8 +10,8 @@ from bench.bench_loom import plans
 from bench.record import Machine, Work, achieved, counted
 from bench.timing import matmul_ceiling, peak_of
 from bench.training import take_step, training
-from deeploop.memory import step_memory
-from deeploop.presets import preset
+from deeploop.analyze.plan.memory import step_memory
+from deeploop.config.presets import preset
 
 CPU = torch.device("cpu")
 

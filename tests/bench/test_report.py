@@ -65,7 +65,7 @@ def record(suite: str, case: dict, seconds: dict[str, float], baselines: list[st
 
 
 def step(loops: int, shipped: float, eager: float, **more) -> dict:
-    case = {"arm": "deeploop", "loops": loops}
+    case = {"residual": "deeploop", "loops": loops}
     return record("step", case, {"shipped": shipped, "eager": eager}, ["eager"], **more)
 
 
@@ -153,7 +153,7 @@ def test_against_stored_results(tmp_path, capsys, shipped, eager, device, tolera
     assert all(word in text for word in words)
     assert ("- worse" in text or "- better" in text) == bool(words)
     if code:
-        assert "arm deeploop, loops 4, float32, shipped" in text
+        assert "residual deeploop, loops 4, float32, shipped" in text
 
 
 def test_more_memory_is_worse_on_the_same_device(tmp_path, capsys):

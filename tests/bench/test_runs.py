@@ -5,7 +5,7 @@ import json
 import pytest
 
 from bench import runs
-from deeploop.errors import InputError
+from deeploop.utils.errors import InputError
 
 TINY = (
     "deeploop-tiny --model.d-model 8 --model.n-heads 1 --model.loops 1 --model.seq-len 16 "

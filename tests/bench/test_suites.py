@@ -9,10 +9,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from bench import bench_decode, bench_loom, bench_moe, bench_optimizer, bench_step
 from bench.record import counted
 from bench.training import Training, take_step, training
-from deeploop.generate import sample
-from deeploop.lm import LoopLM
-from deeploop.presets import preset
-from deeploop.start import open_run
+from deeploop.config.presets import preset
+from deeploop.eval.generate import sample
+from deeploop.model.looplm import LoopLM
+from deeploop.train.setup import open_run
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="sized for a CPU")
 CPU = torch.device("cpu")
@@ -22,10 +22,10 @@ CPU = torch.device("cpu")
 def test_a_step_of_the_bench_is_the_trainers(config, quiet, step_per):
     """To the bit: weights, moments and the biases of the experts."""
     moe = {"experts": 4, "top_k": 2, "shared": 1}
-    config = config.replace("model", arm="loom", loops=4, embed_std=0.25)
+    config = config.replace("model", residual="loom", loops=4, embed_std=0.25)
     config = config.replace("model.moe", **moe)
     config = config.replace(
-        "train", plan="segments", plan_loops=2, step_per=step_per, warmup=0.0, batch_size=4
+        "train", backprop="segments", backprop_loops=2, step_per=step_per, warmup=0.0, batch_size=4
     )
     trainer = open_run(config, quiet)
     there = training(trainer.config, CPU)
@@ -41,14 +41,16 @@ def test_a_step_of_the_bench_is_the_trainers(config, quiet, step_per):
     assert biases and all(b.any() for b in biases)
 
 
-def small(arm: str = "deeploop", **train):
-    config = preset("deeploop-tiny").replace("model", vocab_size=64, arm=arm, loops=3, seq_len=16)
+def small(residual: str = "deeploop", **train):
+    config = preset("deeploop-tiny").replace(
+        "model", vocab_size=64, residual=residual, loops=3, seq_len=16
+    )
     return config.replace("train", batch_size=2, precision="fp32", **train)
 
 
-@pytest.mark.parametrize("arm", ["deeploop", "baseline"])
-def test_shipped_and_eager_steps_give_the_same_weights(arm):
-    a, b = (training(small(arm), CPU) for _ in range(2))
+@pytest.mark.parametrize("residual", ["deeploop", "pre_norm"])
+def test_shipped_and_eager_steps_give_the_same_weights(residual):
+    a, b = (training(small(residual), CPU) for _ in range(2))
     bench_step.check(a)
     torch.testing.assert_close(take_step(a), bench_step.eager_step(b, "fp32"))
     for ours, eager in zip(a.model.parameters(), b.model.parameters(), strict=True):
@@ -93,7 +95,7 @@ def test_every_plan_steps_and_counts_its_own_flops():
 
 def test_plans_are_timed_where_full_backprop_has_no_room(monkeypatch):
     def short_of_memory(run):
-        if run.config.train.plan == "full":
+        if run.config.train.backprop == "full":
             raise torch.OutOfMemoryError("no room")
         return torch.tensor(1.0)
 

@@ -15,9 +15,9 @@ from moe_cases import (
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from deeploop import kernels
-from deeploop.errors import InputError
 from deeploop.kernels import expert_combine, reference
 from deeploop.kernels.expert_combine import _backward, _forward
+from deeploop.utils.errors import InputError
 
 TOLERANCE = {
     torch.float64: {"rtol": 1e-10, "atol": 1e-10},

@@ -5,8 +5,8 @@ import torch
 from kernel_cases import EPS
 
 from deeploop import kernels
-from deeploop.errors import InputError
 from deeploop.kernels.reference import rms_norm
+from deeploop.utils.errors import InputError
 
 LOOPS, LAYERS, SCALE = 4, 3, 0.3
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}

@@ -7,7 +7,7 @@ from kernel_cases import EPS, OPS, compare, double, make_gradients, make_inputs,
 from torch.utils.checkpoint import checkpoint
 
 from deeploop import kernels
-from deeploop.errors import InputError
+from deeploop.utils.errors import InputError
 
 every_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 TOLERANCE = {

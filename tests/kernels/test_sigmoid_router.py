@@ -7,9 +7,9 @@ import torch
 from moe_cases import compare_router, dense_router, router_inputs, run_router
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from deeploop.errors import InputError
 from deeploop.kernels import reference, sigmoid_router
 from deeploop.kernels.sigmoid_router import _backward, _forward
+from deeploop.utils.errors import InputError
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 EXACT = {"rtol": 1e-10, "atol": 1e-10}

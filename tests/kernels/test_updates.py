@@ -22,8 +22,8 @@ from update_cases import (
     subsets,
 )
 
-from deeploop.errors import InputError
 from deeploop.kernels import rows
+from deeploop.utils.errors import InputError
 
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 main_cases = pytest.mark.parametrize("case", MAIN, ids=str)

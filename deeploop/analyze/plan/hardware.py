@@ -1,0 +1,59 @@
+"""Peak FLOP/s, bandwidth and memory of the devices a run may use."""
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from deeploop.utils.device import host_memory
+
+
+class Device(NamedTuple):
+    """Peaks of one device, dense and without boost claims: the maker's data sheet."""
+
+    title: str
+    bf16: float  # FLOP/s of bfloat16 matrix products
+    fp32: float  # FLOP/s of float32 matrix products, without TF32
+    bandwidth: float  # bytes/s of memory
+    memory: float  # bytes
+
+
+DEVICES = {
+    "h200": Device("H200 SXM", 989e12, 67e12, 4.8e12, 141e9),
+    "h100": Device("H100 SXM", 989e12, 67e12, 3.35e12, 80e9),
+    "a100": Device("A100 SXM 80 GB", 312e12, 19.5e12, 2.039e12, 80e9),
+    "b200": Device("B200", 2250e12, 75e12, 7.7e12, 180e9),
+}
+
+
+def this_cpu() -> Device:
+    """This machine's own ceilings, measured in about a second: products and a copy.
+
+    Each is the best of a few runs on the threads torch has, products of 1024 x 1024 and a
+    copy of 256 MiB. Memory is all the machine has.
+    """
+    fp32, bf16 = (
+        2 * 1024**3 / _best(torch.nn.functional.linear, *torch.ones(2, 1024, 1024, dtype=dtype))
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    x, y = torch.ones(2, 2**26)
+    title = f"this CPU ({torch.get_num_threads()} threads)"
+    return Device(title, bf16, fp32, 2 * x.nbytes / _best(x.copy_, y), host_memory())
+
+
+def _best(work: Callable[..., object], *inputs: Tensor) -> float:
+    """Seconds of the quickest of a few runs behind the first."""
+    seconds = []
+    for _ in range(6):
+        began = time.perf_counter()
+        work(*inputs)
+        seconds.append(time.perf_counter() - began)
+    return min(seconds[1:])
+
+
+def device_of(name: str) -> Device | None:
+    """The entry of DEVICES for what `device_name` says; None for one without an entry."""
+    found = [d for key, d in DEVICES.items() if key in name.lower()]
+    return found[0] if found else None

@@ -1,0 +1,198 @@
+"""Seconds that a step would take on a device, by roofline over the operators it runs.
+
+    clock = Clock(device, GPU, vocab_size)
+    with Live(clock=clock):
+        step()
+    clock.seconds, clock.host
+
+An operator with matrix products takes the longer of its FLOPs over the device's FLOP/s
+and its bytes over the device's bandwidth, each times what kernels reach of it (`Reach`);
+any other its bytes alone: each input read once, each output written once. A view takes
+nothing. An operator of several passes within is counted by pass (`experts`).
+"""
+
+import contextlib
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
+
+from deeploop.analyze.plan.hardware import Device
+
+aten = torch.ops.aten
+FLOPS = flop_registry | {
+    aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
+}
+# Of their first argument they touch what they take out of it or add to it, not all.
+SPARSE = {
+    aten.embedding, aten.index_select, aten.gather, aten.scatter_add_, aten.nll_loss_forward,
+}  # fmt: skip
+# Their first argument they write, or only look at its sizes.
+UNREAD = {
+    aten.zero_, aten.fill_, aten.copy_, aten.zeros_like, aten.ones_like, aten.full_like,
+    aten.new_zeros, aten.new_ones, aten.new_full,
+}  # fmt: skip
+# For its maximum, its sum and its result PyTorch's kernel reads a row three times, unless
+# it fits shared memory.
+SOFTMAX, SOFTMAX_WIDTH = {aten._softmax, aten._log_softmax}, 12 * 1024
+EMPTY = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
+
+
+class Reach(NamedTuple):
+    """What kernels reach of a device's peaks."""
+
+    gemm: float  # of the FLOP/s of matrix products
+    attention: float  # ... with all T x T pairs counted, of which causal kernels skip half
+    grouped: float  # ... in the experts
+    stream: float  # of the memory's bandwidth
+    updates: float  # ... in the kernels of residual updates, experts' combination and router
+    launch: float  # seconds the host takes an operator
+
+
+# Fitted to one H200 (README, Figures: gpt2-small, 32 x 1024 tokens), and there to what six
+# loops more take, with --train.compile and without: those two differences fix `stream` and
+# the sum of GEMMs and attention, whose split is assumed. `updates` is post_sandwich's
+# measured share of the copy bandwidth, forward and backward by their bytes. The four totals
+# then come out 2 to 15% short: what a step takes beside its loops, at R = 1 most of it, is
+# not all explained. `grouped` and `launch` are assumed; nothing of a mixture of experts has
+# been timed on a GPU, and no other GPU at all.
+GPU = Reach(gemm=0.62, attention=0.5, grouped=0.4, stream=0.79, updates=0.6, launch=8e-6)
+MEASURED = Reach(1.0, 1.0, 1.0, 1.0, 1.0, 0.0)  # peaks that are themselves measured
+
+
+class Work(NamedTuple):
+    """What one pass does, and the part of the step it counts towards."""
+
+    part: str
+    flops: float
+    bytes: float
+
+
+class Clock:
+    """Adds up the seconds of every operator it sees, by part of the step (`memory.Live`).
+
+    `seconds` is the device's time, `host` what launching takes. Within `spell` an operator
+    counts as run so many times, each for a share of its seconds, and towards that part.
+    """
+
+    def __init__(self, device: Device, reach: Reach, vocab_size: int) -> None:
+        self.device, self.reach, self.vocab_size = device, reach, vocab_size
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.host = 0.0
+        self.times, self.share, self.part = 1, 1.0, ""
+        self.closed = False
+
+    @contextlib.contextmanager
+    def spell(self, times: int, share: float = 1.0, part: str = "") -> Iterator[None]:
+        self.times, self.share, self.part = times, share, part
+        yield
+        self.times, self.share, self.part = 1, 1.0, ""
+
+    @contextlib.contextmanager
+    def instead(self, passes: list[Work]) -> Iterator[None]:
+        """Count these passes, and nothing that runs within."""
+        for work in passes:
+            self.count(work, True)
+        self.closed = True
+        yield
+        self.closed = False
+
+    def see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Count one operator that has run."""
+        if self.closed or func.overloadpacket in EMPTY:
+            return
+        inputs, outputs = tensors((args, kwargs)), tensors(out)
+        if views(func, inputs, outputs):
+            return
+        head = func.namespace == "aten" and any(
+            x.dim() == 2 and self.vocab_size in x.shape for x in (*inputs, *outputs)
+        )
+        bf16 = any(x.dtype == torch.bfloat16 for x in inputs)
+        for work in works(func, args, kwargs, out, inputs, outputs):
+            self.count(work._replace(part="head and loss") if head else work, bf16)
+
+    def count(self, work: Work, bf16: bool) -> None:
+        """Add one pass, run as many times as the spell says."""
+        self.host += self.times * self.reach.launch
+        seconds = self.times * self.share * self.time(work, bf16)
+        self.seconds[self.part or work.part] += seconds
+
+    def time(self, work: Work, bf16: bool) -> float:
+        """Seconds of one pass."""
+        d, r = self.device, self.reach
+        moving = work.bytes / (d.bandwidth * (r.updates if work.part == "updates" else r.stream))
+        if not work.flops:
+            return moving
+        share = {"attention": r.attention, "experts": r.grouped}.get(work.part, r.gemm)
+        return max(moving, work.flops / ((d.bf16 if bf16 else d.fp32) * share))
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
+
+
+def views(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> bool:
+    """Whether an operator only looks at memory that is there, or touches none."""
+    if func._schema.is_mutable:
+        return False
+    known = {x.untyped_storage()._cdata for x in inputs}
+    return func.is_view or all(x.untyped_storage()._cdata in known for x in outputs)
+
+
+def size(x: Tensor) -> int:
+    """Bytes an operator reads or writes of a tensor, those of expanded sizes once."""
+    sizes = zip(x.shape, x.stride(), strict=True)
+    return x.element_size() * math.prod(n for n, stride in sizes if stride or not n)
+
+
+def works(
+    func: Any, args: Any, kwargs: Any, out: Any, inputs: list[Tensor], outputs: list[Tensor]
+) -> list[Work]:
+    """The passes of one operator."""
+    packet, name = func.overloadpacket, func.name()
+    if name == "deeploop::experts":
+        return experts(args[0], args[1], args[2], args[3], backward=False)
+    if name == "deeploop::experts_backward":
+        return experts(args[1], args[2], args[3], args[4], backward=True)
+    read, written = sum(map(size, inputs)), sum(map(size, outputs))
+    if packet in SPARSE:  # the rest of the inputs says where
+        where = sum(map(size, inputs[1:]))
+        read = written = where if func._schema.is_mutable else where + written
+    elif packet in UNREAD:
+        read -= size(inputs[0])
+    elif packet in SOFTMAX and outputs[0].shape[-1] > SOFTMAX_WIDTH:
+        read *= 3
+    elif func._schema.is_mutable and not outputs:
+        written = read
+    flops = FLOPS[packet](*args, **kwargs, out_val=out) if packet in FLOPS else 0
+    return [Work(part_of(func, bool(flops)), flops, read + written)]
+
+
+def part_of(func: Any, products: bool) -> str:
+    """Attention, GEMM, residual updates or elementwise, by an operator's name."""
+    name = func.name()
+    if "scaled_dot_product" in name or name in ("aten::bmm", "aten::baddbmm"):
+        return "attention"
+    if products:
+        return "GEMM"
+    return "updates" if name.startswith("deeploop::") else "elementwise"
+
+
+def experts(x: Tensor, gate_up: Tensor, down: Tensor, token: Tensor, backward: bool) -> list[Work]:
+    """The passes of `deeploop.model.moe.experts` over S rows: three products forward, six backward."""
+    rows, width, inner = token.shape[0], x.shape[1], down.shape[2]
+    item, weights = x.element_size(), gate_up.numel() + down.numel()
+    flops = 2 * rows * weights / down.shape[0]
+    wide, deep = rows * width * item, rows * inner * item
+    cast = weights * (4 + item)  # a weight to the products' dtype, or its gradient back
+    if not backward:
+        glue = 2 * wide + 5 * deep + cast
+        return [Work("experts", flops, 2 * wide + 3 * deep), Work("experts", 0, glue)]
+    glue = 3 * wide + size(x) + 14 * deep + 2 * cast
+    return [Work("experts", 2 * flops, 5 * wide + 8 * deep), Work("experts", 0, glue)]

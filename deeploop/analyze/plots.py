@@ -1,0 +1,158 @@
+"""The pictures of a run's folder."""
+
+from pathlib import Path
+from typing import Any
+
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+
+from deeploop.analyze.profile.trace import PHASES, Stretch
+from deeploop.runs.plots import _log, _log_if_wide, _loop_matrix, _whole, save_figure
+
+
+def profile(
+    figures: dict[str, Any],
+    curve: list[tuple[float, int]],
+    stretches: list[Stretch],
+    path: Path,
+) -> None:
+    """One page of a profile: the step by part, its memory, the GPU's own readings."""
+    readings = figures["telemetry"] if isinstance(figures["telemetry"], dict) else {}
+    figure = Figure(figsize=(9, 9 if readings else 7), layout="constrained")
+    top, middle, *below = figure.subplots(3 if readings else 2, 1)
+    mfu = f", MFU {figures['mfu']:.1%}" if "mfu" in figures else ""
+    figure.suptitle(
+        f"{figures['preset']} on {figures['device']}: {figures['step_ms']:.1f} ms a step, "
+        f"{figures['tokens_per_second']:,.0f} tokens/s{mfu}"
+    )
+    _parts(top, figures)
+    _memory(middle, curve, stretches)
+    for axes in below:
+        _telemetry(axes, readings)
+    save_figure(figure, path)
+
+
+def _parts(axes: Any, figures: dict[str, Any]) -> None:
+    """A bar a part, in colours by phase."""
+    parts = figures["parts_ms"]
+    total = sum(sum(by.values()) for by in parts.values())
+    left = dict.fromkeys(parts, 0.0)
+    for i, phase in enumerate(PHASES):
+        widths = [by.get(phase, 0.0) for by in parts.values()]
+        if not any(widths):
+            continue
+        axes.barh(list(parts), widths, left=list(left.values()), label=phase, color=f"C{i}")
+        left = {p: left[p] + w for p, w in zip(parts, widths, strict=True)}
+    for part, whole in left.items():
+        axes.annotate(f" {whole / total:.1%}", (whole, part), va="center", fontsize="small")
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.1 * max(left.values()))
+    axes.set_xlabel(f"ms of the traced step of {figures['traced_step_ms']:.1f} ms")
+    axes.set_title(f"time, by {figures['clock']}", fontsize="medium")
+    axes.legend(fontsize="small")
+
+
+def _memory(axes: Any, curve: list[tuple[float, int]], stretches: list[Stretch]) -> None:
+    """Bytes held over the step, above the stretches it is made of."""
+    end = max([curve[-1][0], *(s.end for s in stretches)])
+    ms, held = zip(*curve, (end, curve[-1][1]), strict=True)
+    axes.step(ms, [b / 2**30 for b in held], where="post", linewidth=0.8, color="black")
+    # By phase and not by name: there may be many segments, and they stand in their order.
+    kinds = [s.name.rpartition(" ")[2] for s in stretches]
+    for i, (s, kind) in enumerate(zip(stretches, kinds, strict=True)):
+        colour = PHASES.index(kind if kind in PHASES else "outside")  # as of the bars
+        label = None if kind in kinds[:i] else kind
+        axes.axvspan(s.start, s.end, alpha=0.25, color=f"C{colour}", label=label, linewidth=0)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("ms of the host")
+    axes.set_ylabel("GiB of tensors")
+    axes.set_title("memory over the traced step", fontsize="medium")
+    axes.legend(fontsize="small")
+
+
+def _telemetry(axes: Any, readings: dict[str, list[float]]) -> None:
+    """Each reading as a share of its largest, over the timed steps."""
+    for name, values in readings.items():
+        if name != "seconds":
+            largest = max(values) or 1
+            label = f"{name}, up to {largest:,.0f}"
+            axes.plot(readings["seconds"], [v / largest for v in values], label=label)
+    axes.set_ylim(0, 1.05)
+    axes.set_xlabel("s of the timed steps")
+    axes.set_ylabel("share of the largest")
+    axes.set_title("telemetry", fontsize="medium")
+    axes.legend(fontsize="small")
+
+
+def diagnosis(readings: list[dict[str, Any]], path: Path) -> None:
+    """kappa_R over the steps; of the newest state its cosines, norms, stream and experts."""
+    last = readings[-1]
+    routed = "router_overlap" in last
+    figure = Figure(figsize=(17 if routed else 13, 8), layout="constrained")
+    panels = figure.subplots(2, 4 if routed else 3)
+    _kappa(panels[0, 0], readings)
+    mean = [b["g_cosines"] for b in last["branches"]]
+    count = len(mean)
+    cosines = [[sum(column) / count for column in zip(*rows, strict=True)]
+               for rows in zip(*mean, strict=True)]  # fmt: skip
+    _loop_matrix(panels[0, 1], cosines, f"cosine of gradients, mean, step {last['step']}", -1)
+    _norms(panels[0, 2], last["branches"])
+    for axes, key in zip(panels[1], ("rms", "variance", "variance_between_tokens"), strict=False):
+        _by_visit(axes, readings, key)
+    if routed:
+        _loop_matrix(panels[0, 3], last["router_overlap"], "cosine of experts' loads", 0)
+        panels[1, 3].plot(range(1, len(last["load_spread"]) + 1), last["load_spread"], marker=".")
+        panels[1, 3].set_title("std / mean of the experts' loads")
+        panels[1, 3].set_xlabel("loop")
+        _whole(panels[1, 3])
+    save_figure(figure, path)
+
+
+def _kappa(axes: Any, readings: list[dict[str, Any]]) -> None:
+    """Between no alignment (1) and all of it (R)."""
+    steps = [r["step"] for r in readings]
+    axes.plot(steps, [r["kappa"] for r in readings], marker="o", label="kappa_R")
+    axes.plot(
+        steps, [r["kappa_directional"] for r in readings], marker="o", label="of directions alone"
+    )
+    loops = len(readings[0]["rms"])
+    for value, name in ((1, "orthogonal"), (loops, "aligned"))[: 2 if loops > 1 else 1]:
+        axes.axhline(value, linestyle=":", linewidth=1, color="grey")
+        axes.annotate(name, (1, value), xycoords=("axes fraction", "data"), ha="right", va="bottom")
+    _log(axes)
+    axes.set_xlabel("step")
+    _whole(axes)
+    axes.legend(fontsize="small")
+
+
+def _norms(axes: Any, branches: list[dict[str, Any]]) -> None:
+    """One line a sublayer over the loops: a colour for each kind, fainter in earlier blocks."""
+    count = len(branches) // 2
+    for i, branch in enumerate(branches):
+        block, kind = branch["sublayer"].split()
+        axes.plot(
+            range(1, len(branch["g"]) + 1),
+            branch["g"],
+            marker=".",
+            color=f"C{i % 2}",
+            alpha=int(block) / count,
+            label=kind if int(block) == count else None,
+        )
+    axes.set_title("norm of each visit's gradient")
+    axes.set_xlabel("loop")
+    _log_if_wide(axes)
+    _whole(axes)
+    axes.legend(title="faint: first block" if count > 1 else None, fontsize="small")
+
+
+def _by_visit(axes: Any, readings: list[dict[str, Any]], key: str) -> None:
+    """One line a state, over the visits in their order."""
+    for i, r in enumerate(readings):
+        values = [value for loop in r[key] for value in loop]
+        shade = colormaps["viridis"](i / max(1, len(readings) - 1))
+        axes.plot(range(1, len(values) + 1), values, color=shade, label=str(r["step"]))
+    axes.set_title(f"stream: {key.replace('_', ' ')}")
+    axes.set_xlabel("visit")
+    _log_if_wide(axes)
+    _whole(axes)
+    axes.legend(title="step", fontsize="small", ncols=1 + len(readings) // 8)

@@ -1,0 +1,147 @@
+"""Sampling from a trained model, with keys and values cached per visit."""
+
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from deeploop.config import MOST, MOST_SEED
+from deeploop.data.tokenizer import Tokenizer, load_tokenizer
+from deeploop.model.looplm import LoopLM
+from deeploop.runs import checkpoint
+from deeploop.runs.folder import read_corpus_file
+from deeploop.utils.device import pick_device
+from deeploop.utils.disk import user_path
+from deeploop.utils.errors import InputError
+
+
+def load_model(path: str, device: str = "cpu") -> tuple[LoopLM, checkpoint.Checkpoint]:
+    """The model of a run folder or checkpoint, in eval mode, and where it was found."""
+    found = checkpoint.find(path)
+    model = LoopLM(found.config.model)
+    checkpoint.load_model(found, model)
+    return model.to(device).eval(), found
+
+
+def load_run_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer a run was trained with; raises InputError where it had none."""
+    spec = read_corpus_file(folder).get("tokenizer")
+    if spec is None:
+        raise InputError(
+            f"run {folder}: its token shards named no tokenizer, so text has no tokens"
+        )
+    return load_tokenizer(spec, folder)
+
+
+@torch.no_grad()
+@torch.compiler.set_stance("force_eager")  # a graph for each slot and length would be compiled
+def sample(
+    model: LoopLM,
+    prompt: Tensor,
+    new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    loops: int | None = None,
+    seed: int = 0,
+    stop: int | None = None,
+) -> Tensor:
+    """Continue a prompt: int64 [B, T] -> [B, T + new_tokens] (fewer where all hit `stop`).
+
+    temperature 0 is greedy; top_k 0 keeps the whole vocabulary. The model sees
+    at most its training length: when the cache is full, the newest half of it is
+    read again from position 0. Raises InputError on an empty prompt or loops < 1.
+    """
+    if prompt.shape[1] < 1:
+        raise InputError("prompt: is empty; give at least one token")
+    window = model.config.seq_len
+    draw = torch.Generator(prompt.device).manual_seed(seed)
+    tokens, fresh = prompt, prompt[:, -window:]
+    cache = model.new_cache(prompt.shape[0], window, loops)
+    ended = torch.zeros(prompt.shape[0], 1, dtype=torch.bool, device=prompt.device)
+    for _ in range(new_tokens):
+        if cache.length + fresh.shape[1] > window:
+            fresh, cache.length = tokens[:, -max(1, window // 2) :], 0
+        n = model(fresh, loops=loops, cache=cache)
+        fresh = _pick(model.logits(n[:, -1]).float(), temperature, top_k, draw)
+        tokens = torch.cat((tokens, fresh), 1)
+        if stop is not None:
+            ended |= fresh == stop
+            if bool(ended.all()):
+                break
+    return tokens
+
+
+def _pick(logits: Tensor, temperature: float, top_k: int, draw: torch.Generator) -> Tensor:
+    """One token a row: logits [B, vocab] -> int64 [B, 1]."""
+    if temperature < torch.finfo(torch.float32).tiny:  # 0, or what float32 takes for it
+        return logits.argmax(-1, keepdim=True)
+    if 0 < top_k < logits.shape[-1]:
+        floor = logits.topk(top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < floor, -torch.inf)
+    ahead = logits - logits.max(-1, keepdim=True).values  # so that no temperature overflows
+    return torch.multinomial((ahead / temperature).softmax(-1), 1, generator=draw)
+
+
+def continue_text(
+    run: str,
+    prompt: str,
+    tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    num_samples: int = 1,
+    loops: int = 0,
+    seed: int = 0,
+    device: str = "auto",
+) -> list[str]:
+    """`num_samples` continuations of a prompt by the model of a run; see `sample`.
+
+    `prompt` may be FILE:path. Raises InputError for an empty prompt, a token the
+    model has no embedding for, or numbers out of range.
+    """
+    limits = {
+        "tokens": (tokens, 1, MOST),
+        "num_samples": (num_samples, 1, MOST),
+        "loops": (loops, 0, MOST),
+        "top_k": (top_k, 0, MOST),
+        "temperature": (temperature, 0, math.inf),
+        "seed": (seed, 0, MOST_SEED),
+    }
+    for name, (value, least, most) in limits.items():
+        if not least <= value <= most:
+            raise InputError(f"{name}={value}: must lie between {least} and {most}")
+    if prompt.startswith("FILE:"):
+        try:
+            prompt = user_path(prompt[5:], "prompt file").read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"prompt file {prompt[5:]!r}: could not be read ({error})") from error
+    where = pick_device(device)
+    model, found = load_model(run, str(where))
+    tokenizer = load_run_tokenizer(found.run)
+    ids = tokenizer.encode(prompt)
+    if ids and max(ids) >= model.config.vocab_size:
+        raise InputError(
+            f"prompt: token {max(ids)} is outside the model's vocabulary of "
+            f"{model.config.vocab_size}"
+        )
+    start = torch.tensor([ids], dtype=torch.long, device=where).repeat(num_samples, 1)
+    out = sample(
+        model,
+        start,
+        tokens,
+        temperature=temperature,
+        top_k=top_k,
+        loops=loops or None,
+        seed=seed,
+        stop=tokenizer.eot,
+    )
+    rows = out.tolist()
+    if tokenizer.eot is not None:
+        rows = [_until(row, len(ids), tokenizer.eot) for row in rows]
+    return [tokenizer.decode(row) for row in rows]
+
+
+def _until(row: list[int], start: int, stop: int) -> list[int]:
+    """The row up to the first `stop` behind its prompt: a batch goes on until all have one."""
+    return row[: row.index(stop, start)] if stop in row[start:] else row

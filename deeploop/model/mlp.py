@@ -1,0 +1,20 @@
+"""SwiGLU, the dense feed-forward branch of a block."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deeploop.model.attention import AttentionContext
+
+
+class SwiGLU(nn.Module):
+    """out(silu(gate) * up), gate and up as one matrix [2 * d_ff, d_model]; no biases."""
+
+    def __init__(self, d_model: int, d_ff: int):
+        super().__init__()
+        self.gate_up = nn.Linear(d_model, 2 * d_ff, bias=False)
+        self.out = nn.Linear(d_ff, d_model, bias=False)
+
+    def forward(self, n: Tensor, place: AttentionContext) -> Tensor:
+        """n: [B, T, d_model] -> [B, T, d_model]."""
+        gate, up = self.gate_up(n).chunk(2, dim=-1)
+        return self.out(F.silu(gate) * up)

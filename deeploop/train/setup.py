@@ -1,0 +1,254 @@
+"""From a configuration to a trainer: what is resolved, refused and said before step one."""
+
+import math
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from deeploop.config import Config, entries
+from deeploop.data.corpus import Corpus, load_corpus
+from deeploop.data.ngrams import ngram_bits
+from deeploop.model.looplm import count_parameters
+from deeploop.model.moe.experts import check_strides
+from deeploop.runs import checkpoint
+from deeploop.runs.folder import (
+    choose_run_folder,
+    corpus_identity,
+    lock_run_folder,
+    read_corpus_file,
+    write_run_files,
+)
+from deeploop.train.trainer import Trainer
+from deeploop.utils.device import computes_in_bf16, device_name, pick_device
+from deeploop.utils.disk import user_path
+from deeploop.utils.distributed import Ranks, local_rank
+from deeploop.utils.errors import InputError
+
+
+def resolve(config: Config, corpus: Corpus, ranks: Ranks) -> Config:
+    """Fill in what was left to the machine and the corpus: device, precision, vocabulary."""
+    device = pick_device(config.train.device)
+    if ranks.world > 1 and device.type == "cuda":
+        device = torch.device("cuda", local_rank())  # whatever a resumed run's first rank had
+    precision = config.train.precision
+    if precision == "auto":
+        precision = "bf16" if computes_in_bf16(device) else "fp32"
+    if config.train.compile and device.type == "cpu":
+        check_compiler()
+    vocab = config.model.vocab_size or corpus.vocab_size
+    if vocab < corpus.vocab_size:
+        raise InputError(
+            f"model.vocab_size={vocab}: smaller than the corpus's {corpus.vocab_size}; "
+            "give at least that, or 0 to take it"
+        )
+    m = config.model
+    if m.moe.experts and m.moe.backend == "grouped_mm":
+        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        check_strides(m.d_model, m.moe.d_expert or m.d_model, dtype, device)
+    config = config.replace("model", vocab_size=vocab)
+    return config.replace("train", device=str(device), precision=precision)
+
+
+def check_compiler() -> None:
+    """Refuse train.compile on a CPU where torch would find no C++ compiler at step one."""
+    name = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    if shutil.which(name) is None:
+        raise InputError(
+            f"train.compile=True: needs a C++ compiler, and {name!r} is not found; install it, "
+            "set CXX, or leave train.compile out"
+        )
+
+
+def describe(trainer: Trainer) -> list[str]:
+    """The log's first lines: what runs, and on which paths."""
+    c, m = trainer.config, trainer.config.model
+    kernels = "Triton kernels" if trainer.device.type == "cuda" else "closed forms in PyTorch"
+    scale = f", alpha {m.alpha:.3f}, beta {m.beta:.4f}" if m.exponent is not None else ""
+    if m.residual == "loom":
+        scale = f", gamma {m.gamma:.5f}, g_2 {m.injection(1):.4f}"
+    experts = ""
+    if m.moe.experts:
+        e = m.moe
+        experts = f"; experts: {e.backend}, {e.top_k} of {e.experts} + {e.shared} shared"
+    return [
+        f"model    {c.preset}: {m.residual}, {m.n_layers} blocks x {m.loops} loops, width {m.d_model}, "
+        f"{count_parameters(trainer.model):,} parameters{scale}",
+        f"data     {trainer.corpus.describe()}",
+        f"paths    {device_name(trainer.device)}, {c.train.precision}; updates: {kernels}; "
+        f"attention: PyTorch{experts}; loss: chunked cross-entropy"
+        f"{'; branches compiled' if c.train.compile else ''}",
+        f"plan     {describe_plan(trainer)}",
+        *(f"unused   {name}" for name in without_effect(c)),
+        f"run      {trainer.folder}",
+    ]
+
+
+def without_effect(config: Config) -> list[str]:
+    """Fields that were set, though another field leaves nothing for them to act on."""
+    m, t = config.model, config.train
+    idle = {
+        "model.loom.": (m.loom, m.residual != "loom", f"model.residual={m.residual}"),
+        "model.moe.": (m.moe, not m.moe.experts, "model.moe.experts=0"),
+    }
+    said = [
+        f"{e.name}={e.value}: no effect with {why}"
+        for prefix, (part, off, why) in idle.items()
+        if off
+        for e, own in zip(entries(part, prefix), entries(type(part)()), strict=True)
+        if e.value != own.value
+    ]
+    if t.backprop == "full" and t.backprop_loops != type(t)().backprop_loops:
+        said.append(f"train.backprop_loops={t.backprop_loops}: no effect with train.backprop=full")
+    return said
+
+
+def describe_plan(trainer: Trainer) -> str:
+    """How far gradients go, how often the optimizer steps, what is run again."""
+    t, steps = trainer.config.train, len(trainer.rounds)
+    loops = trainer.config.model.loops
+    spans = [f"{s.loops.start + 1}-{s.loops.stop}" for part in trainer.rounds for s in part]
+    said = {
+        "full": "full",
+        "segments": f"segments: loops {', '.join(spans)}",
+        "last": f"last: gradients through loops {spans[0]} of {loops}",
+    }[t.backprop]
+    said += f"; {steps} optimizer step{'s' if steps > 1 else ''} a batch"
+    if t.recompute != "none":
+        said += f", each {t.recompute} run again in backward"
+    return said + (f", {trainer.ranks.world} ranks" if trainer.ranks.world > 1 else "")
+
+
+# What may change between a checkpoint and its continuation.
+FREE = {
+    "out", "steps", "lr", "schedule", "warmup", "decay", "min_lr", "weight_decay", "beta1", "beta2",
+    "clip", "micro_batch", "recompute", "device", "compile", "log_every", "eval_every",
+    "eval_tokens", "save_every", "keep",
+}  # fmt: skip
+
+
+def check_same(wanted: Config, found: checkpoint.Checkpoint) -> None:
+    """Refuse to go on with another model, corpus, batch or seed than the checkpoint's."""
+    new = {entry.name: entry.value for entry in entries(wanted)}
+    for name, value, *_ in entries(found.config):
+        part, _, field = name.partition(".")
+        free = name in ("preset", "model.moe.backend") or (part == "train" and field in FREE)
+        if new[name] != value and not free:
+            raise InputError(
+                f"{name}={new[name]}: the checkpoint {found.path} was trained with "
+                f"{value}; leave it out to go on with that"
+            )
+    if wanted.train.steps < found.step:
+        raise InputError(
+            f"train.steps={wanted.train.steps}: the checkpoint is already at step {found.step}"
+        )
+
+
+def check_newest(found: checkpoint.Checkpoint) -> None:
+    """Refuse to go on in place from a checkpoint that newer ones stand beside.
+
+    They and the metrics would be of another past than the run's.
+    """
+    newest = checkpoint.steps(found.run)[-1]
+    if newest.name != found.path.name:
+        raise InputError(
+            f"checkpoint {found.path}: the run is already at {newest.name}; give --out to go on "
+            "from here in a new folder, or delete the newer ones"
+        )
+
+
+def check_same_corpus(corpus: Corpus, found: checkpoint.Checkpoint) -> None:
+    """Refuse to go on where the text under the run is no longer the one it began with."""
+    before = read_corpus_file(found.run)
+    now = corpus_identity(corpus)
+    if any(before.get(name) != value for name, value in now.items()):
+        raise InputError(
+            f"data.path={found.config.data.path!r}: changed since the run {found.run} began "
+            f"({before.get('train_tokens')} training tokens then, {now['train_tokens']} now); "
+            "restore it or start a new run"
+        )
+
+
+def ngram_floors(corpus: Corpus) -> dict[str, float]:
+    """What letter and pair frequencies alone would reach, in nats per held-out token."""
+    unigram, bigram = ngram_bits(corpus.train, corpus.val, corpus.vocab_size)
+    floors = {"unigram": unigram * math.log(2)}
+    return floors if bigram is None else floors | {"bigram": bigram * math.log(2)}
+
+
+def read_corpus(config: Config) -> Corpus:
+    """The corpus that a configuration names."""
+    return load_corpus(
+        config.data.path,
+        config.data.tokenizer,
+        text_field=config.data.text_field,
+        val_fraction=config.data.val_fraction,
+        vocab_size=config.model.vocab_size or None,
+    )
+
+
+def open_corpus(config: Config) -> Corpus:
+    """The corpus to train on; raises InputError where it cannot fill one sequence."""
+    corpus = read_corpus(config)
+    if len(corpus.train) <= config.model.seq_len:
+        raise InputError(
+            f"data.path={config.data.path!r}: {len(corpus.train)} training tokens are fewer than "
+            f"one sequence and its target ({config.model.seq_len + 1}); give more text or a "
+            "smaller model.seq_len"
+        )
+    return corpus
+
+
+def open_run(
+    config: Config,
+    console: Console,
+    found: checkpoint.Checkpoint | None = None,
+    ranks: Ranks = Ranks(),  # noqa: B008
+    check: Callable[[Config], None] | None = None,
+) -> Trainer:
+    """Load the corpus, build or restore the model, make or enter the run's folder.
+
+    Nothing is written before everything that can be refused was checked, and nothing by
+    any rank but the first.
+    """
+    corpus = open_corpus(config)
+    config = resolve(config, corpus, ranks)
+    if check is not None:
+        check(config)
+    if found is not None:
+        check_same(config, found)
+        check_same_corpus(corpus, found)
+    floors = ngram_floors(corpus) if ranks.is_main else {}
+    new = found is None or not same_folder(config.train.out, found.run)
+    if found is not None and not new:
+        check_newest(found)
+    if ranks.is_main:
+        folder = choose_run_folder(config) if found is None or new else found.run
+    else:
+        folder = Path(config.train.out)  # which only the first rank writes to
+    trainer = Trainer(config, corpus, floors, folder, console, ranks)
+    if found is not None:
+        trainer.restore(found)
+    if ranks.is_main:
+        begin(trainer, new)
+    return trainer
+
+
+def begin(trainer: Trainer, new: bool) -> None:
+    """Hold the run's folder and write what the run is of; leave no new folder behind if not."""
+    trainer.lock.enter_context(lock_run_folder(trainer.folder, new))
+    try:
+        write_run_files(trainer.folder, trainer.config, trainer.corpus, trainer.floors)
+    except BaseException:
+        if new:
+            shutil.rmtree(trainer.folder, ignore_errors=True)
+        raise
+
+
+def same_folder(out: str, folder: Path) -> bool:
+    """Whether a run with this train.out stays in `folder`; without one it does."""
+    return not out or user_path(out, "train.out").resolve() == folder.resolve()

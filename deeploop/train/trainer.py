@@ -1,0 +1,312 @@
+"""The trainer: forward, backward, clip, step; log, validate, save, resume.
+
+One process, or one of several that share each batch (see `deeploop.utils.distributed`).
+"""
+
+import contextlib
+import math
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from deeploop.config import Config
+from deeploop.config.backprop import Segment, rounds
+from deeploop.data.batches import train_batch
+from deeploop.data.corpus import Corpus
+from deeploop.eval.generate import sample
+from deeploop.eval.validate import bits_per_byte, validate
+from deeploop.model.looplm import LoopLM, count_parameters
+from deeploop.model.moe.layer import MoE, update_router_bias_
+from deeploop.model.visits import LoopState
+from deeploop.runs import checkpoint
+from deeploop.runs.metrics_file import MetricsFile
+from deeploop.train.backprop import backward
+from deeploop.train.metrics import StepMetrics, largest_rms
+from deeploop.train.optim import adamw, clip_gradients, learning_rate, step_if_finite
+from deeploop.train.progress import ProgressBar
+from deeploop.train.throughput import Speed
+from deeploop.utils.device import autocast, device_name, peak_memory
+from deeploop.utils.disk import write_json
+from deeploop.utils.distributed import Ranks
+from deeploop.utils.errors import Diverged
+from deeploop.utils.spans import span
+
+SAMPLE_PROMPT, SAMPLE_TOKENS = 32, 200
+PATIENCE = 2.0  # seconds after a signal before a second SIGINT means it
+
+
+class Trainer:
+    """One run: everything that `fit` needs, and where it stands."""
+
+    def __init__(
+        self,
+        config: Config,
+        corpus: Corpus,
+        floors: dict[str, float],
+        folder: Path,
+        console: Console,
+        ranks: Ranks = Ranks(),  # noqa: B008
+    ):
+        torch.manual_seed(config.train.seed)
+        self.config, self.corpus, self.floors = config, corpus, floors
+        self.folder, self.console, self.ranks = folder, console, ranks
+        self.device = torch.device(config.train.device)
+        self.model = LoopLM(config.model).to(self.device)
+        self.optimizer = adamw(self.model, config.train)
+        if config.train.compile:
+            # Branches only: updates are single kernels already, and no graph
+            # then depends on the number of loops.
+            for sublayer in self.model.sublayers:
+                sublayer.branch.compile()
+        self.rows = ranks.local_rows(config.train.batch_size)
+        self.micro = config.train.micro_batch or len(self.rows)
+        self.rounds = rounds(config.train, config.model.loops)
+        self.lock = contextlib.ExitStack()  # what holds the folder; let go when fit ends
+        self.done = 0
+        self.validated = -1, math.nan  # at which step, to how many nats per token
+        self.bad = torch.zeros((), dtype=torch.bool, device=self.device)
+        self.speed = Speed(config.train.batch_size * config.model.seq_len)
+
+    def restore(self, found: checkpoint.Checkpoint) -> None:
+        checkpoint.load_model(found, self.model)
+        checkpoint.load_optimizer(found, self.optimizer)
+        self.done = found.step
+
+    def fit(self) -> dict[str, Any]:
+        """Train to the last step, or to the signal that stops it; returns the summary."""
+        with self.lock:
+            return self.summary(self.run_steps())
+
+    def run_steps(self) -> int | None:
+        """The steps that are left; returns the signal that ended them early, if one did."""
+        t = self.config.train
+        self.metrics = MetricsFile(self.folder, self.done, write=self.ranks.is_main)
+        with stop_signals() as stopped, ProgressBar(self.console, t.steps, self.done) as live:
+            self.live = live
+            self.speed.start()
+            ended = self.ranks.any_rank(bool(stopped))
+            while self.done < t.steps and not ended:
+                logging = due(self.done + 1, t.log_every, t.steps)
+                tally = self.step(watch=logging)
+                self.done += 1
+                live.step(self.done)
+                self.speed.count()
+                if logging:
+                    self.log(tally)
+                if due(self.done, t.eval_every, t.steps):
+                    self.evaluate()
+                if due(self.done, t.save_every, t.steps):
+                    self.save()
+                ended = self.ranks.any_rank(bool(stopped))
+            self.speed.stop()
+            if ended:
+                self.save()
+        return (stopped or [signal.SIGTERM])[0] if ended else None
+
+    def step(self, watch: bool) -> StepMetrics:
+        """One pass over the batch: an optimizer step for each round of segments."""
+        with span("data"):
+            inputs, targets = self.batch()
+            micros = [
+                (self.send(x), self.send(y))
+                for x, y in zip(inputs.split(self.micro), targets.split(self.micro), strict=True)
+            ]
+        states: list[LoopState | None] = [None] * len(micros)
+        tally = StepMetrics(self.model, watch)
+        for part in self.rounds:
+            for i, (x, y) in enumerate(micros):
+                carried = self.accumulate(part, x, y, states[i], tally)
+                # Kept for the next round alone: a stream for each micro-batch is no trifle.
+                states[i] = None if part is self.rounds[-1] else carried
+            self.optimize(tally)
+        self.balance(tally)
+        return tally
+
+    def accumulate(
+        self,
+        part: list[Segment],
+        x: Tensor,
+        y: Tensor,
+        carried: LoopState | None,
+        tally: StepMetrics,
+    ) -> LoopState | None:
+        """Gradients of some segments on one micro-batch."""
+        for segment in part:
+            piece = backward(self.model, self.config, segment, x, y, carried, tally.watch(segment))
+            tally.add(segment, piece, x.numel())
+            carried = piece.carried
+        return carried
+
+    def optimize(self, tally: StepMetrics) -> None:
+        """One optimizer step on the gradients of all ranks; none where they are not finite."""
+        self.ranks.all_reduce_(p.grad for p in self.model.parameters() if p.grad is not None)
+        t = self.config.train
+        with span("optimizer"):
+            tally.grad_norm = clip_gradients(self.model, t.clip)
+            self.bad |= ~torch.isfinite(tally.grad_norm)
+            step_if_finite(self.optimizer, tally.grad_norm, learning_rate(self.done, t))
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def balance(self, tally: StepMetrics) -> None:
+        """Sum the step's figures over the ranks, and move the experts' biases by their load."""
+        tally.gather(self.ranks)
+        self.bad |= ~torch.isfinite(tally.total())
+        lr = self.config.model.moe.balance_lr
+        experts = [s.branch for s in self.model.sublayers if isinstance(s.branch, MoE)]
+        if tally.loads is None or not lr:
+            return
+        for moe, load in zip(experts, tally.loads.sum(0), strict=True):
+            update_router_bias_(moe.bias, load * ~self.bad, lr)
+            self.bad |= ~torch.isfinite(moe.bias).all()  # it steers the choice: no loss would tell
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        t = self.config.train
+        return train_batch(
+            self.corpus.train,
+            seed=t.seed,
+            step=self.done,
+            global_batch=t.batch_size,
+            seq_len=self.config.model.seq_len,
+            rows=self.rows,
+        )
+
+    def send(self, x: Tensor) -> Tensor:
+        if self.device.type == "cuda":
+            x = x.pin_memory()
+        return x.to(self.device, non_blocking=True)
+
+    def log(self, tally: StepMetrics) -> None:
+        self.check_finite()
+        t = self.config.train
+        rate = self.speed.rate()
+        lr, memory = learning_rate(self.done - 1, t), peak_memory(self.device)
+        figures = tally.figures()
+        self.metrics.write(
+            step=self.done, lr=lr, tokens_per_second=rate, memory_gib=memory, **figures
+        )
+        left = (t.steps - self.done) * self.speed.tokens / rate
+        self.live.report(
+            self.done,
+            f"loss {figures['loss']:.4f}  lr {lr:.1e}  {rate:,.0f} tokens/s  "
+            f"ETA {timedelta(seconds=round(left))}  rms {figures['residual_rms'][-1]:.2f}  "
+            f"{memory:.1f} GiB",
+        )
+
+    def evaluate(self) -> float:
+        """Validate and write it down; returns nats per held-out token."""
+        self.check_finite()
+        t = self.config.train
+        with self.speed.paused():
+            loss = validate(
+                self.model, self.corpus, self.micro, t.precision, t.eval_tokens, self.ranks
+            )
+        bits = bits_per_byte(loss, self.corpus)
+        said = "" if bits is None else f" ({bits:.3f} bits/byte)"
+        self.metrics.write(step=self.done, val_loss=loss, val_bits_per_byte=bits)
+        self.live.say(f"step {self.done:>6}  held-out loss {loss:.4f}{said}")
+        self.validated = self.done, loss
+        return loss
+
+    def save(self) -> None:
+        self.check_finite()
+        if not self.ranks.is_main:
+            return
+        with self.speed.paused():
+            checkpoint.save(self.folder, self.done, self.config, self.model, self.optimizer)
+            checkpoint.prune(self.folder, self.config.train.keep)
+
+    def check_finite(self) -> None:
+        """Raise Diverged once a loss or gradient was not finite, naming the worst visit."""
+        if not self.bad:
+            return
+        worst = largest_rms(self.model, self.batch()[0][: self.micro].to(self.device))
+        kept = checkpoint.steps(self.folder)
+        scale = "" if self.config.model.exponent is None else " or a larger model.p"
+        raise Diverged(
+            f"loss or gradient is not finite by step {self.done}, largest residual at {worst}; "
+            f"the last good checkpoint is {kept[-1] if kept else 'none'}; "
+            f"try a lower train.lr{scale}"
+        )
+
+    def summary(self, stopped_by: int | None) -> dict[str, Any]:
+        """Finish the run's folder: summary.json and the plots."""
+        values: dict[str, Any] = {"step": self.done, "steps": self.config.train.steps}
+        if stopped_by is not None:
+            values["stopped_by"] = signal.Signals(stopped_by).name
+        else:
+            step, loss = self.validated
+            values["val_loss"] = loss if step == self.done else self.evaluate()
+            values["val_bits_per_byte"] = bits_per_byte(values["val_loss"], self.corpus)
+        if not self.ranks.is_main:
+            return values
+        if stopped_by is None:
+            values["sample"] = self.sample()
+        values |= {
+            "tokens_per_second": self.speed.overall(),
+            "parameters": count_parameters(self.model),
+            "peak_memory_gib": peak_memory(self.device),
+            "device": device_name(self.device),
+            "torch": torch.__version__,
+        }
+        write_json(self.folder / "summary.json", values)
+        from deeploop.runs import plots  # matplotlib is slow to import
+
+        lines = self.metrics.read()
+        plots.loss(lines, self.floors, self.folder / "loss.png")
+        plots.loops(lines, self.folder / "loops.png")
+        return values
+
+    def sample(self) -> str | None:
+        """Held-out text, continued by the model."""
+        tokenizer = self.corpus.tokenizer
+        if tokenizer is None:
+            return None
+        length = min(SAMPLE_PROMPT, len(self.corpus.val), self.config.model.seq_len)
+        prompt = torch.from_numpy(self.corpus.val.read(0, length)).to(self.device)
+        self.model.eval()
+        with autocast(self.device, self.config.train.precision):
+            tokens = sample(self.model, prompt[None], SAMPLE_TOKENS, temperature=0.8)
+        self.model.train()
+        return tokenizer.decode(tokens[0].tolist())
+
+
+def due(step: int, every: int, last: int) -> bool:
+    """Whether `step` ends a period of `every` steps; the last step always does."""
+    return step == last or (every > 0 and step % every == 0)
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """Collect SIGINT and SIGTERM, so that a step ends whole.
+
+    A second SIGINT interrupts at once, but not one that comes on the heels of the first:
+    torchrun sends its ranks a SIGINT, then a SIGTERM, and timeout sends both to both.
+    """
+    got: list[int] = []
+    first = 0.0
+
+    def note(number: int, frame: object) -> None:
+        nonlocal first
+        if not got:
+            first = time.monotonic()
+        elif number == signal.SIGINT and time.monotonic() - first > PATIENCE:
+            raise KeyboardInterrupt
+        got.append(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield got
+        return
+    before = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield got
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,126 @@
+"""The clock: bytes and FLOPs of operators by hand, and of a step against the model's FLOPs."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from deeploop.analyze.plan.hardware import Device
+from deeploop.analyze.plan.memory import Live, step_memory
+from deeploop.analyze.plan.planner import resolve
+from deeploop.analyze.plan.roofline import MEASURED, Clock
+from deeploop.config.backprop import segments
+from deeploop.config.presets import preset
+from deeploop.kernels import post_sandwich
+from deeploop.model.flops import flops_per_token
+from deeploop.model.moe import experts
+
+BYTES = Device("a byte takes a second, products nothing", math.inf, math.inf, 1.0, 1.0)
+FLOPS = Device("a FLOP takes a second, bytes nothing", 1.0, 1.0, math.inf, 1.0)
+
+
+def timed(device, run, *shapes, vocab_size=0, dtype=torch.float32) -> dict[str, float]:
+    """Seconds of `run` on tensors of these shapes."""
+    clock = Clock(device, MEASURED, vocab_size)
+    with FakeTensorMode():
+        inputs = [torch.zeros(shape, dtype=dtype) for shape in shapes]
+        with Live(clock=clock):
+            run(*inputs)
+    return dict(clock.seconds)
+
+
+def test_a_product_reads_its_factors_and_writes_its_result():
+    assert timed(BYTES, torch.mm, (8, 16), (16, 32)) == {"GEMM": 4 * (128 + 512 + 256)}
+    assert timed(FLOPS, torch.mm, (8, 16), (16, 32)) == {"GEMM": 2 * 8 * 16 * 32}
+    in_the_head = timed(BYTES, torch.mm, (8, 16), (16, 32), vocab_size=32)
+    assert list(in_the_head) == ["head and loss"]
+
+
+def test_the_longer_of_products_and_bytes_counts():
+    even = Device("", 1.0, 2.0, 1.0, 1.0)
+    assert timed(even, torch.mm, (2, 2), (2, 2)) == {"GEMM": 48}  # bytes; 8 s of products
+    large = timed(even, torch.mm, (64, 64), (64, 64))
+    assert large == {"GEMM": 2 * 64**3 / 2}
+    halves = timed(even, torch.mm, (64, 64), (64, 64), dtype=torch.bfloat16)
+    assert halves == {"GEMM": 2 * 64**3}
+
+
+@pytest.mark.parametrize(
+    ("run", "passes"),
+    [
+        (lambda x: x.view(-1).t().detach(), 0),
+        (lambda x: torch.empty_like(x), 0),
+        (lambda x: x + x[:, :1], 2.125),  # an eighth for one column of eight
+        (lambda x: x.mul_(2), 2),
+        (lambda x: torch.zeros_like(x), 1),
+        (lambda x: x[:1].expand(4, 8).clone(), 1.25),  # reads the row there is
+    ],
+)
+def test_other_operators_read_and_write_once(run, passes):
+    assert timed(BYTES, run, (4, 8)).get("elementwise", 0) == pytest.approx(passes * 128, abs=1e-9)
+
+
+def test_a_lookup_reads_the_rows_it_takes():
+    def run(table):
+        F.embedding(torch.zeros(5, dtype=torch.int64), table)
+
+    # 5 indices made and read, 5 rows of 4 read and written; not 1000 rows.
+    assert sum(timed(BYTES, run, (1000, 4)).values()) < 2 * (5 * 8 + 5 * 16) + 5 * 8 + 1
+
+
+def test_an_update_moves_its_floor():
+    """post_sandwich forward: 4 passes (README), and its rows' two statistics."""
+
+    def run(h, f):
+        post_sandwich(h, f, None, None, 2.0)
+
+    assert timed(BYTES, run, (64, 512), (64, 512))["updates"] == pytest.approx(
+        4 * 64 * 512 * 4, rel=0.01
+    )
+
+
+def test_experts_run_the_products_that_each_row_needs():
+    def run(x, gate_up, down):
+        token = torch.zeros(30, dtype=torch.int32)
+        x.requires_grad_(), gate_up.requires_grad_(), down.requires_grad_()
+        ends = torch.zeros(3, dtype=torch.int32)
+        experts.grouped_mm(x, gate_up, down, token, token.view(10, 3), ends).sum().backward()
+
+    found = timed(FLOPS, run, (10, 16), (3, 24, 16), (3, 16, 12), dtype=torch.float64)
+    assert found["experts"] == 3 * 30 * 2 * (24 * 16 + 16 * 12)
+
+
+PLANS = [
+    {"plan": "full"},
+    {"plan": "segments", "backprop_loops": 1, "micro_batch": 2},
+    {"plan": "last", "backprop_loops": 2, "micro_batch": 4},
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda p: p["plan"])
+def test_a_step_runs_the_models_flops(plan):
+    """And one of attention's products more, backward: its scores are made again."""
+    config = preset("deeploop-tiny").replace("model", seq_len=320, n_layers=1)
+    config = config.replace("train", precision="fp32", batch_size=8, **plan)
+    config = resolve(config, "cuda")
+    clock = Clock(FLOPS, MEASURED, 256)
+    step_memory(config, "cuda", clock)
+    m, tokens, plan = config.model, 8 * 320, segments(config.train, config.model.loops)
+    again = 2 * m.d_model * m.seq_len * sum(len(s.loops) for s in plan)
+    assert sum(clock.seconds.values()) == pytest.approx(
+        tokens * (flops_per_token(config) + again), rel=1e-9
+    )
+    assert clock.seconds["head and loss"] == pytest.approx(6 * tokens * 256 * 192 * len(plan))
+
+
+def test_a_spell_counts_what_runs_in_it_so_many_times():
+    once, often = (Clock(BYTES, MEASURED._replace(launch=1.0), 0) for _ in range(2))
+    x = torch.zeros(8)
+    with Live(clock=once):
+        x + x
+    with Live(clock=often), often.spell(3, share=0.5, part="optimizer"):
+        x + x
+    assert often.seconds == {"optimizer": 1.5 * once.seconds["elementwise"]}
+    assert (once.host, often.host) == (1, 3)

@@ -1,0 +1,237 @@
+"""The command line as a user meets it: exit codes, one sentence, nothing written over."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from deeploop.cli import main, parse_train
+from deeploop.utils.errors import InputError
+
+TINY = [
+    "--model.d-model", "16", "--model.n-heads", "2", "--model.loops", "2", "--model.seq-len", "16",
+    "--train.batch-size", "4", "--steps", "4", "--train.eval-tokens", "64",
+]  # fmt: skip
+
+
+def run(capsys, *arguments):
+    code = main(list(arguments))
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+def test_train_resume_generate(capsys, tmp_path, corpus_file):
+    out = str(tmp_path / "run")
+    code, said, _ = run(capsys, "train", "--data", str(corpus_file), "--out", out, *TINY)
+    assert code == 0
+    for word in ("parameters", "alpha", "unigram", "bigram", "tokens/s", "bits/byte", "sample"):
+        assert word in said
+    code, said, _ = run(capsys, "train", "--resume", out, "--steps", "6")
+    assert code == 0 and "step      6/6" in said
+    code, said, _ = run(capsys, "generate", out, "--prompt", "the quick", "--tokens", "8")
+    assert code == 0 and said.startswith("the quick")
+
+
+def test_resume_takes_the_runs_own_configuration(capsys, tmp_path, corpus_file):
+    out = str(tmp_path / "run")
+    run(capsys, "train", "--data", str(corpus_file), "--out", out, *TINY)
+    parsed = parse_train(["--resume", out, "--lr", "1e-4"])
+    assert parsed.config.model.d_model == 16 and parsed.config.train.lr == 1e-4
+    assert parse_train([f"--resume={out}"]).config == parse_train(["--resume", out]).config
+
+
+def test_print_config_prints_what_would_run(capsys):
+    code, said, _ = run(
+        capsys, "train", "gpt2-small-r3-deeploop", "--model.loops", "5", "--print-config"
+    )
+    printed = json.loads(said)
+    assert code == 0 and printed["model"]["loops"] == 5 and printed["model"]["d_model"] == 768
+
+
+def test_print_config_reads_back(capsys, tmp_path):
+    from deeploop.config import Config
+
+    _, said, _ = run(capsys, "train", "--print-config")
+    assert Config.from_json(said) == parse_train([]).config
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
+def test_help_names_every_verb(capsys, arguments):
+    code, said, _ = run(capsys, *arguments)
+    assert code == 0 and all(verb in said for verb in ("train", "generate", "data"))
+
+
+@pytest.mark.parametrize("verb", ["train", "generate", "data"])
+def test_help_of_each_verb(verb, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([verb, "--help"])
+    assert stopped.value.code == 0
+    said = capsys.readouterr().out
+    assert "--" in said and ("deeploop-tiny" in said or verb != "train")
+
+
+BAD = {
+    "missing file": (["--data", "nowhere.txt"], "nowhere.txt"),
+    "empty file": (["--data", "empty.txt"], "empty.txt"),
+    "short file": (["--data", "short.txt"], "short.txt"),
+    "torn shard": (["--data", "torn.bin"], "torn.bin"),
+    "token id >= vocab": (["--data", "high", "--model.vocab-size", "300"], "60000"),
+    "no loops": (["--model.loops", "0"], "model.loops=0"),
+    "uneven heads": (["--model.n-heads", "5"], "model.n_heads=5"),
+    "unknown preset": (["deeplop-tiny"], "deeplop-tiny"),
+    "absent run": (["--resume", "nothing"], "nothing"),
+    "empty run": (["--resume", ""], "''"),
+    "run of nobody": (["--resume", "~nobody-here/x"], "~nobody-here"),
+    "long name": (["--data", "x" * 5000], "xxx..."),
+    "long tokenizer": (["--data.tokenizer", "x" * 5000], "xxx..."),
+    "NUL in a folder's name": (["--out", "a\0b"], "'a\\x00b'"),
+    "device for a file": (["--data", "/dev/null"], "/dev/null"),
+    "folder for a file": (["--data", "folder.txt"], "folder.txt"),
+    "deep jsonl": (["--data", "deep.jsonl"], "deep.jsonl line 1"),
+    "newline in a key": (["--data", "newline.jsonl"], "a\\nb"),
+    "many keys": (["--data", "keys.jsonl"], "..."),
+    "meta of wrong types": (["--data", "meta"], "meta.json"),
+    "huge vocabulary": (["--model.vocab-size", str(2**40)], str(2**40)),
+    "huge width": (["--model.d-model", str(2**30), "--model.n-heads", "2"], "allocate"),
+    "huge seed": (["--seed", str(2**64)], "train.seed"),
+    "small vocabulary": (["--model.vocab-size", "10"], "10"),
+    "no such device": (["--train.device", "tpu"], "tpu"),
+    "no such tokenizer": (["--data.tokenizer", "nope"], "nope"),
+    "existing folder": (["--out", "full"], "full"),
+    "file in the way": (["--out", "short.txt"], "short.txt"),
+    "unwritable folder": (["--out", "/proc/nothing/run"], "/proc/nothing/run"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_ends_in_one_sentence_and_code_2(case, capsys, tmp_path, monkeypatch):
+    import numpy as np
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "short.txt").write_text("abc")
+    (tmp_path / "torn.bin").write_bytes(b"\x58\xcf\x34\x01" + b"\0" * 100)
+    (tmp_path / "high").mkdir()
+    for part in ("train", "val"):
+        np.full(1000, 60000, "<u2").tofile(tmp_path / "high" / f"{part}.bin")
+    (tmp_path / "folder.txt" / "sub.txt").mkdir(parents=True)
+    (tmp_path / "deep.jsonl").write_text('{"text": ' + "[" * 10**5 + "]" * 10**5 + "}\n")
+    (tmp_path / "newline.jsonl").write_text('{"a\\nb": 1}\n')
+    (tmp_path / "keys.jsonl").write_text(json.dumps({f"k{i}": 1 for i in range(999)}) + "\n")
+    (tmp_path / "meta").mkdir()
+    (tmp_path / "meta" / "meta.json").write_text('{"shards": ["train.bin"], "vocab_size": 1e999}')
+    np.zeros(1000, "<u2").tofile(tmp_path / "meta" / "train.bin")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("precious")
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    flags, named = BAD[case]
+    code, _, said = run(capsys, "train", *flags)
+    assert code == 2
+    assert named in said and said.count("\n") == 1 and said.startswith("deeploop train: ")
+    after = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    assert after == before and not (tmp_path / "runs").exists()
+
+
+def test_checkpoint_of_another_config(capsys, tmp_path, corpus_file):
+    out = str(tmp_path / "run")
+    run(capsys, "train", "--data", str(corpus_file), "--out", out, *TINY)
+    code, _, said = run(capsys, "train", "--resume", out, "--model.loops", "3")
+    assert code == 2 and "model.loops=3: the checkpoint" in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--model.width", "3"],
+        ["--loops", "3"],
+        ["--model.loops", "four"],
+        ["--nope"],
+        ["--model.residual", "x"],
+        ["--steps"],
+        ["--resume"],
+    ],
+)
+def test_unknown_keys_and_wrong_types_are_refused(flags, capsys):
+    code, _, said = run(capsys, "train", *flags)
+    assert code == 2 and flags[0] in said
+    assert said.count("\n") == 1 and said.endswith("; see --help\n") and "---" not in said
+
+
+def test_unknown_verb(capsys):
+    code, _, said = run(capsys, "trian")
+    assert code == 2 and "trian" in said
+
+
+def test_a_refused_preparation_leaves_nothing(capsys, tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"body": "x"}\n')
+    out = tmp_path / "shards"
+    code, _, said = run(
+        capsys, "data", str(tmp_path / "bad.jsonl"), str(out), "--tokenizer", "byte"
+    )
+    assert code == 2 and said.count("\n") == 1 and not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--prompt", "FILE:a\0b"], "a\\x00b"),
+        (["--prompt", "a", "--seed", str(2**70)], "seed"),
+        (["--prompt", "a", "--loops", str(2**70)], "loops"),
+        (["--prompt", "a", "--temperature", "nan"], "temperature=nan"),
+    ],
+)
+def test_bad_generation_ends_in_one_sentence(flags, named, capsys, tmp_path):
+    code, _, said = run(capsys, "generate", str(tmp_path), *flags)
+    assert code == 2 and named in said and said.count("\n") == 1
+
+
+def test_output_that_cannot_be_shown_or_written(tmp_path, corpus_file):
+    """An ASCII terminal replaces what it lacks; a full disk behind stdout is a sentence."""
+    command = [sys.executable, "-m", "deeploop.cli", "train", "--data", str(corpus_file), *TINY]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "ascii"}
+    shown = subprocess.run([*command, "--out", tmp_path / "a"], env=env, capture_output=True)
+    assert shown.returncode == 0, shown.stderr
+    with open("/dev/full", "w") as full:
+        lost = subprocess.run(
+            [*command, "--print-config"], env=env, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert lost.returncode in (2, 120) and "Traceback" not in lost.stderr
+
+
+def test_full_disk(tmp_path, corpus_file):
+    """A limit on file size stands in for the disk: the checkpoint is what does not fit."""
+    script = (
+        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (9000, -1));"
+        "from deeploop.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    out = str(tmp_path / "run")
+    done = subprocess.run(
+        [sys.executable, "-c", script, "train", "--data", str(corpus_file), "--out", out, *TINY],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1 and "step_000004" in done.stderr
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
+
+
+def test_prepared_shards_train(capsys, tmp_path, corpus_file):
+    shards = str(tmp_path / "shards")
+    code, said, _ = run(
+        capsys, "data", str(corpus_file), shards, "--tokenizer", "byte", "--val-fraction", "0.1"
+    )
+    assert code == 0 and shards in said
+    out = str(tmp_path / "run")
+    code, said, _ = run(capsys, "train", "--data", shards, "--out", out, *TINY)
+    assert code == 0 and "bits/byte" in said
+    code, _, said = run(capsys, "data", str(corpus_file), shards, "--tokenizer", "byte")
+    assert code == 2 and said.count("\n") == 1
+
+
+def test_missing_preset_error_is_an_input_error():
+    with pytest.raises(InputError):
+        parse_train(["nothing-like-it"])

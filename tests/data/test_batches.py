@@ -1,0 +1,193 @@
+"""The training order, validation windows and n-gram floors."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deeploop.data.batches import permute, train_batch, train_starts, val_batches, windows_per_epoch
+from deeploop.data.ngrams import ngram_bits
+from deeploop.data.shards import ArraySegment, TokenStream
+from deeploop.utils.errors import InputError
+
+
+def stream_of(tokens, vocab_size=1 << 16, pieces=1) -> TokenStream:
+    parts = np.array_split(np.asarray(tokens, np.uint16), pieces)
+    return TokenStream([ArraySegment(f"part {i}", p) for i, p in enumerate(parts)], vocab_size)
+
+
+def refused(call, *words: object) -> None:
+    with pytest.raises(InputError) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    for word in words:
+        assert str(word) in str(caught.value)
+
+
+# The training order
+
+
+@given(count=st.integers(1, 3000), key=st.integers(0, 2**64 - 1))
+def test_the_shuffle_is_a_bijection(count, key):
+    index = np.arange(count, dtype=np.uint64)
+    out = permute(index, count, np.full(count, key, np.uint64))
+    assert np.array_equal(np.sort(out), index)
+
+
+def test_the_shuffle_reaches_far_beyond_memory():
+    count = (1 << 40) + 7
+    index = np.arange(0, count, count // 1000, dtype=np.uint64)
+    out = permute(index, count, np.zeros_like(index))
+    assert out.max() < count and len(np.unique(out)) == len(index)
+    assert abs(float(out.mean()) / count - 0.5) < 0.05
+
+
+def test_the_shuffle_favours_no_place():
+    """Over 20000 keys each of 6 items comes to each of 6 places about equally often."""
+    keys = np.arange(20000, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    for index in range(6):
+        out = permute(np.full(len(keys), index, np.uint64), 6, keys)
+        counts = np.bincount(out.astype(int), minlength=6)
+        assert abs(counts / len(keys) - 1 / 6).max() < 0.03
+
+
+@settings(max_examples=60)
+@given(
+    tokens=st.integers(2, 400),
+    seq_len=st.integers(1, 40),
+    batch=st.integers(1, 9),
+    seed=st.integers(-(2**65), 2**65),
+    epoch=st.integers(0, 1 << 20),
+)
+def test_each_window_is_seen_once_per_epoch(tokens, seq_len, batch, seed, epoch):
+    if tokens < seq_len + 1:
+        refused(lambda: windows_per_epoch(tokens, seq_len), tokens, seq_len + 1)
+        return
+    count = windows_per_epoch(tokens, seq_len)
+    first = epoch * count
+    starts = np.concatenate(
+        [
+            train_starts(
+                tokens, seed=seed, step=step, global_batch=batch, seq_len=seq_len, rows=slice(None)
+            )
+            for step in range(first // batch, (first + count) // batch + 1)
+        ]
+    )[first % batch :][:count]
+    phase = starts.min()
+    assert np.array_equal(np.sort(starts), phase + seq_len * np.arange(count))
+    assert phase >= 0 and starts.max() + seq_len + 1 <= tokens
+
+
+def test_epochs_and_seeds_differ_in_order_and_phase():
+    def epoch(number, seed=0):
+        count = windows_per_epoch(10_000, 16)
+        return train_starts(
+            10_000, seed=seed, step=number, global_batch=count, seq_len=16, rows=slice(None)
+        )
+
+    runs = [epoch(0), epoch(1), epoch(2), epoch(0, seed=1), epoch(0, seed=2)]
+    assert len({tuple(run) for run in runs}) == len(runs)
+    assert len({int(run.min()) for run in runs}) > 2
+    reached = {int(s) for e in range(400) for s in (epoch(e).min(), epoch(e).max() + 16)}
+    assert {0, 9_999} <= reached  # no token is left out for good, at either end
+
+
+def test_training_order_is_pinned():
+    """A run resumed under a later version must read on where it stopped."""
+    starts = train_starts(10_000, seed=7, step=3, global_batch=4, seq_len=16, rows=slice(None))
+    assert starts.tolist() == [496, 3168, 5024, 8336]
+
+
+@settings(max_examples=40)
+@given(data=st.data(), step=st.integers(0, 10**9), ranks=st.integers(1, 5))
+def test_any_split_of_a_batch_reads_the_same_sequences(data, step, ranks):
+    stream = stream_of(np.arange(999) * 7 % 1000, pieces=5)
+    common = {"seed": 3, "step": step, "global_batch": 12, "seq_len": 10}
+    inputs, targets = train_batch(stream, **common, rows=slice(None))
+    cuts = sorted(data.draw(st.lists(st.integers(0, 12), max_size=4)))
+    spans = [range(a, b) for a, b in zip([0, *cuts], [*cuts, 12], strict=True)]
+    parts = [train_batch(stream, **common, rows=span) for span in spans]
+    assert torch.equal(torch.cat([x for x, _ in parts]), inputs)
+    assert torch.equal(torch.cat([y for _, y in parts]), targets)
+    for rank in range(ranks):  # interleaved over ranks
+        x, y = train_batch(stream, **common, rows=slice(rank, None, ranks))
+        assert torch.equal(x, inputs[rank::ranks]) and torch.equal(y, targets[rank::ranks])
+
+
+def test_batches_are_next_token_pairs_across_shards():
+    tokens = np.arange(500)
+    for pieces in (1, 7, 200):  # windows of 33 tokens cross many shards of 2 or 3
+        stream = stream_of(tokens, pieces=pieces)
+        x, y = train_batch(stream, seed=0, step=2, global_batch=8, seq_len=32, rows=slice(2, 6))
+        assert x.shape == y.shape == (4, 32) and x.dtype == y.dtype == torch.int64
+        assert x.is_contiguous() and y.is_contiguous()
+        assert torch.equal(y, x + 1)
+
+
+def test_rows_outside_the_batch_and_short_corpora_are_refused():
+    stream = stream_of(range(50))
+    with pytest.raises(IndexError):
+        train_batch(stream, seed=0, step=0, global_batch=4, seq_len=8, rows=range(2, 5))
+    refused(
+        lambda: train_batch(stream, seed=0, step=0, global_batch=4, seq_len=50, rows=range(4)),
+        "50 tokens",
+        "seq_len + 1 = 51",
+    )
+    x, _ = train_batch(stream, seed=0, step=0, global_batch=4, seq_len=49, rows=range(4))
+    assert x.tolist() == [list(range(49))] * 4  # just one window, and it fits
+    assert train_batch(stream, seed=0, step=0, global_batch=4, seq_len=8, rows=range(0))[
+        0
+    ].shape == (0, 8)
+
+
+def test_an_id_outside_the_vocabulary_never_reaches_the_model():
+    stream = stream_of([1] * 70 + [900] + [1] * 29, vocab_size=900, pieces=2)
+    refused(
+        lambda: [
+            train_batch(stream, seed=0, step=s, global_batch=8, seq_len=9, rows=slice(None))
+            for s in range(3)
+        ],
+        "part 1",
+        "id 900",
+        "offset 20",
+    )
+    refused(lambda: list(val_batches(stream, batch=2, seq_len=9)), "part 1", "id 900")
+
+
+# Validation and baselines
+
+
+@given(tokens=st.integers(0, 300), batch=st.integers(1, 5), seq_len=st.integers(1, 40))
+def test_validation_covers_every_target_once(tokens, batch, seq_len):
+    seen: list[int] = []
+    for x, y in val_batches(stream_of(range(tokens), pieces=3), batch=batch, seq_len=seq_len):
+        assert x.shape == y.shape and 1 <= len(x) <= batch and x.shape[1] == seq_len
+        real = y != -100
+        assert real.any(dim=1).all()
+        assert torch.equal(x[real] + 1, y[real]) and (x[~real] == 0).all()
+        seen += y[real].tolist()
+    assert seen == list(range(1, tokens))
+
+
+def test_validation_can_be_cut_short():
+    stream = stream_of(range(100))
+    whole = list(val_batches(stream, batch=2, seq_len=8))
+    short = list(val_batches(stream, batch=2, seq_len=8, max_batches=3))
+    assert len(whole) == 7 and len(short) == 3
+    assert all(torch.equal(a[1], b[1]) for a, b in zip(whole, short, strict=False))
+    assert len(list(val_batches(stream, batch=2, seq_len=8, max_batches=99))) == 7
+
+
+def test_ngram_bits_by_hand(monkeypatch):
+    train, val = stream_of([0, 1, 0, 1, 0, 2], 3), stream_of([0, 1, 0, 2], 3)
+    for block in (1, 2, 1000):  # blocks share their ends: no pair is lost or doubled
+        monkeypatch.setattr("deeploop.data.ngrams.BLOCK", block)
+        unigram, bigram = ngram_bits(train, val, 3)
+        # targets of train: 1 0 1 0 2; pairs 01 10 01 10 02; targets of val: 1 0 2
+        assert unigram == pytest.approx(-np.log2((3 / 8) * (3 / 8) * (2 / 8)) / 3)
+        assert bigram == pytest.approx(-np.log2((3 / 6) * (3 / 5) * (2 / 6)) / 3)
+        longer = stream_of([0, 1, 0, 1, 0, 2, 2, 2, 2], 3), stream_of([0, 1, 0, 2], 3)
+        assert ngram_bits(*longer, 3, max_tokens=6) == pytest.approx((unigram, bigram))
+    assert ngram_bits(train, val, 5000)[1] is None
+    refused(lambda: ngram_bits(train, val.view(0, 1), 3), "1 tokens")

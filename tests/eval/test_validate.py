@@ -1,0 +1,74 @@
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from deeploop.config import ModelConfig
+from deeploop.data.corpus import load_corpus
+from deeploop.eval.validate import bits_per_byte, validate
+from deeploop.model.looplm import LoopLM
+from deeploop.model.loss import linear_cross_entropy
+from deeploop.utils.device import autocast
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    config = ModelConfig(d_model=16, n_layers=1, loops=2, n_heads=2, vocab_size=256, seq_len=16)
+    return LoopLM(config)
+
+
+def test_validation_covers_every_target_once(model, corpus_file):
+    corpus = load_corpus(str(corpus_file))
+    total = 0.0
+    tokens = torch.from_numpy(corpus.val.read(0, len(corpus.val)))
+    with torch.no_grad():
+        for start in range(0, len(tokens) - 1, 16):
+            x, y = tokens[start : start + 16], tokens[start + 1 : start + 17]
+            logits = model.logits(model(x[None, : len(y)]))[0]
+            total += torch.nn.functional.cross_entropy(logits, y, reduction="sum").item()
+    expected = total / (len(tokens) - 1)
+    for batch in (1, 3, 64):
+        assert validate(model, corpus, batch, "fp32") == pytest.approx(expected, rel=1e-5)
+
+
+def test_validation_keeps_no_graph(model, corpus_file):
+    graphs = []
+    model.embedding.register_forward_hook(lambda *_: graphs.append(torch.is_grad_enabled()))
+    validate(model, load_corpus(str(corpus_file)), 64, "fp32", tokens=16)
+    assert graphs == [False]
+
+
+def test_a_token_limit_shortens_validation(model, corpus_file):
+    corpus = load_corpus(str(corpus_file))
+    short = validate(model, corpus, 1, "fp32", tokens=32)
+    assert validate(model, corpus, 2, "fp32", tokens=32) == pytest.approx(short, rel=1e-5)
+    assert validate(model, corpus, 2, "fp32") != pytest.approx(short, rel=1e-5)
+
+
+def test_bits_per_byte_of_bytes_are_bits_per_token(corpus_file):
+    corpus = load_corpus(str(corpus_file))
+    assert bits_per_byte(math.log(2), corpus) == pytest.approx(1.0)
+    wide = dataclasses.replace(corpus, val_bytes=3 * len(corpus.val))
+    assert bits_per_byte(math.log(2), wide) == pytest.approx(1 / 3)
+
+
+def test_the_bf16_error_of_a_shared_weights_gradient_does_not_grow_with_the_loops():
+    """Each visit's gradient is rounded once; their sum must be kept in float32."""
+
+    def error(loops):
+        torch.manual_seed(0)
+        model = LoopLM(
+            ModelConfig(d_model=64, n_layers=1, loops=loops, n_heads=2, vocab_size=64, seq_len=32)
+        )
+        x, y = torch.randint(0, 64, (2, 4, 32))
+        found = []
+        for precision in ("fp32", "bf16"):
+            model.zero_grad()
+            with autocast(torch.device("cpu"), precision):
+                linear_cross_entropy(model(x), model.embedding.weight, y).backward()
+            found.append(model.sublayers[1].branch.gate_up.weight.grad.clone())
+        return ((found[1] - found[0]).norm() / found[0].norm()).item()
+
+    assert error(24) < 1.5 * error(1)

@@ -1,0 +1,90 @@
+"""Five steps under every plan, on as many ranks as the environment says; results to a file.
+
+python parallel_worker.py CORPUS FOLDER: what `train_all` returns, as FOLDER/rank-N.pt.
+"""
+
+import io
+import sys
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from deeploop.config import Config, DataConfig, LoomConfig, ModelConfig, MoEConfig, TrainConfig
+from deeploop.model.moe.layer import MoE
+from deeploop.train.setup import open_run
+from deeploop.utils.distributed import Ranks, ranks
+
+PLANS = {
+    "full": {},
+    "segments": {"plan": "segments", "backprop_loops": 2},
+    "segments, one step": {"plan": "segments", "backprop_loops": 2, "step_per": "batch"},
+    "last": {"plan": "last", "backprop_loops": 2},
+    "recomputed": {"plan": "segments", "backprop_loops": 2, "recompute": "visit"},
+}
+MICRO = {"no accumulation": 4, "accumulation": 2}  # of a global batch of 8, 4 a rank of two
+DTYPES = {"float64": torch.float64, "float32": torch.float32}
+
+
+def config(corpus: str, out: Path, micro: int, plan: dict) -> Config:
+    return Config(
+        preset="test",
+        model=ModelConfig(
+            residual="loom", d_model=16, n_layers=2, loops=3, n_heads=2, seq_len=16, embed_std=0.25,
+            moe=MoEConfig(experts=4, top_k=2, d_expert=8, shared=1, capacity_factor=1.0),
+            loom=LoomConfig(),
+        ),
+        data=DataConfig(path=corpus),
+        train=TrainConfig(
+            steps=100, batch_size=8, micro_batch=micro, precision="fp32", device="cpu", lr=1e-2,
+            out=str(out), **plan,
+        ),
+    )  # fmt: skip
+
+
+def train_one(run: Config, place: Ranks, dtype: torch.dtype) -> dict:
+    """Losses of five steps, then weights, biases and the loads of the last step."""
+    trainer = open_run(run, Console(file=io.StringIO()), ranks=place)
+    trainer.model.to(dtype)
+    losses = []
+    for _ in range(5):
+        tally = trainer.step(watch=False)
+        trainer.done += 1
+        losses.append(torch.stack(list(tally.losses.values())))
+    trainer.lock.close()
+    moes = [s.branch for s in trainer.model.sublayers if isinstance(s.branch, MoE)]
+    return {
+        "losses": torch.stack(losses),
+        "weights": {n: p.detach() for n, p in trainer.model.named_parameters()},
+        "biases": [m.bias for m in moes],
+        "loads": tally.loads,
+        "z": tally.z,
+        "grad_norm": tally.grad_norm,
+        "validation": trainer_validation(trainer),
+    }
+
+
+def trainer_validation(trainer) -> float:
+    from deeploop.eval.validate import validate
+
+    t = trainer.config.train
+    return validate(trainer.model, trainer.corpus, 4, t.precision, 1024, trainer.ranks)
+
+
+def train_all(corpus: str, folder: Path, place: Ranks) -> dict:
+    return {
+        (plan, micro, dtype): train_one(
+            config(corpus, folder / f"{plan}-{micro}-{dtype}", MICRO[micro], PLANS[plan]),
+            place,
+            DTYPES[dtype],
+        )
+        for plan in PLANS
+        for micro in MICRO
+        for dtype in DTYPES
+    }
+
+
+if __name__ == "__main__":
+    corpus, folder = sys.argv[1], Path(sys.argv[2])
+    with ranks() as place:
+        torch.save(train_all(corpus, folder, place), folder / f"rank-{place.rank}.pt")
