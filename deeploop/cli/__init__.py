@@ -141,7 +141,7 @@ def together(place: "Ranks", build: Callable[[], "Trainer"]) -> "Trainer | None"
         trainer = build()
     except InputError as error:
         refused = error
-    if ranks.any_rank(refused is not None):
+    if place.any_rank(refused is not None):
         if trainer is not None:
             trainer.lock.close()
         if refused is not None:

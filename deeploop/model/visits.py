@@ -1,4 +1,4 @@
-"""A looped Transformer as a walk over visits of sublayer_index sublayers.
+"""A looped Transformer as a walk over visits of physical sublayers.
 
 A sublayer owns parameters; a visit is one use of it. The residual stream `h`
 and the next sublayer's already normalised input `n` travel together, so that
@@ -31,7 +31,7 @@ from deeploop.model.moe.layer import MoE, Routed, combine
 
 
 class Sublayer(nn.Module):
-    """One sublayer_index sublayer: a branch, the gain in front of it, the gain behind it.
+    """One physical sublayer: a branch, the gain in front of it, the gain behind it.
 
     `gain_in` [d_model] belongs to the norm in front of the branch; LOOM's have none.
     `gain_out` [d_model] belongs to the norm behind it: on the residual sum (deepnorm,
@@ -53,7 +53,7 @@ class Visit(NamedTuple):
     """One use of a sublayer, and the norm that follows it in the walk."""
 
     loop: int  # from 0
-    sublayer_index: int  # which of the 2K sublayer_index sublayers
+    sublayer_index: int  # which of the 2K physical sublayers
     sublayer: Sublayer
     gain_next: Tensor | None  # [d_model]; None: all ones
     norm: bool = True  # whether a norm follows; not where the loop after begins with one
