@@ -28,6 +28,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from deeploop.model.visits import walk
 
 from bench.record import say
 from bench.timing import Budget, in_words, not_compiling, relative_error
@@ -37,7 +38,6 @@ from deeploop.config.presets import preset
 from deeploop.model.attention import AttentionContext
 from deeploop.model.looplm import LoopLM
 from deeploop.model.loss import linear_cross_entropy
-from deeploop.model.visits import walk
 from deeploop.utils.device import autocast, computes_in_bf16, pick_device
 
 DEVICE = pick_device("auto")

@@ -13,7 +13,7 @@ from deeploop.config.backprop import rounds
 from deeploop.model.flops import flops_per_token
 from deeploop.model.looplm import LoopLM, count_parameters
 from deeploop.model.moe.layer import MoE, update_router_bias_
-from deeploop.model.visits import LoopState
+from deeploop.model.state import LoopState
 from deeploop.train.backprop import backward
 from deeploop.train.optim import adamw, clip_gradients, step_if_finite
 
