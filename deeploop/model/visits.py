@@ -60,7 +60,7 @@ class Visit(NamedTuple):
 
     @property
     def part(self) -> str:
-        """What a profiler calls the branch (`deeploop.utils.spans.PARTS`)."""
+        """What a profiler calls the branch (`deeploop.utils.spans.COMPONENTS`)."""
         return {Attention: "attention", SwiGLU: "mlp", MoE: "experts"}[type(self.sublayer.branch)]
 
     def branch(self, n: Tensor, place: AttentionContext) -> "Tensor | Routed":

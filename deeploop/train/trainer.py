@@ -32,7 +32,7 @@ from deeploop.train.backprop import backward
 from deeploop.train.metrics import StepMetrics, largest_rms
 from deeploop.train.optim import adamw, clip_gradients, learning_rate, step_if_finite
 from deeploop.train.progress import ProgressBar
-from deeploop.train.throughput import Speed
+from deeploop.train.throughput import Throughput
 from deeploop.utils.device import autocast, device_name, peak_memory
 from deeploop.utils.disk import write_json
 from deeploop.utils.distributed import Ranks
@@ -73,10 +73,10 @@ class Trainer:
         self.done = 0
         self.validated = -1, math.nan  # at which step, to how many nats per token
         self.bad = torch.zeros((), dtype=torch.bool, device=self.device)
-        self.speed = Speed(config.train.batch_size * config.model.seq_len)
+        self.speed = Throughput(config.train.batch_size * config.model.seq_len)
 
     def restore(self, found: checkpoint.Checkpoint) -> None:
-        checkpoint.load_model(found, self.model)
+        checkpoint.load_weights(found, self.model)
         checkpoint.load_optimizer(found, self.optimizer)
         self.done = found.step
 
