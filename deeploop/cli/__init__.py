@@ -18,6 +18,7 @@ from rich.console import Console
 from deeploop import __version__
 from deeploop.config import Config
 from deeploop.config.presets import SUMMARY, preset, presets
+from deeploop.utils.console import say
 from deeploop.utils.errors import Diverged, InputError
 
 if TYPE_CHECKING:  # torch is slow to import, and --help needs none of it
@@ -112,17 +113,17 @@ def train(arguments: list[str]) -> int:
     from deeploop.analyze.plan.fits import check_memory
     from deeploop.runs import checkpoint
     from deeploop.train.setup import describe, open_run
-    from deeploop.utils.distributed import ranks
+    from deeploop.utils.distributed import init_distributed
 
     found = None if parsed.resume is None else checkpoint.find(parsed.resume)
-    with ranks() as place:
+    with init_distributed() as place:
         console = Console(quiet=not place.is_main)
         check = check_memory if place.world == 1 else None
         trainer = together(place, lambda: open_run(parsed.config, console, found, place, check))
         if trainer is None:
             return 2
         for line in describe(trainer):
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+            say(console, line)
         if trainer.done == trainer.config.train.steps:
             console.print(f"already at step {trainer.done}; give more --steps to go on")
         summary = trainer.fit()
@@ -152,26 +153,23 @@ def together(place: "Ranks", build: Callable[[], "Trainer"]) -> "Trainer | None"
 
 def report(summary: dict[str, Any], trainer: "Trainer", console: Console) -> None:
     """The last lines: what was reached, beside what n-gram counts reach, and a sample."""
-
-    def say(text: str) -> None:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
-
     if "stopped_by" in summary:
         say(
+            console,
             f"stopped by {summary['stopped_by']} after step {summary['step']}, saved; go on with: "
-            f"deeploop train --resume {trainer.folder}"
+            f"deeploop train --resume {trainer.folder}",
         )
         return
     if summary["sample"] is not None:
-        say(f"sample   {summary['sample']!r}")
+        say(console, f"sample   {summary['sample']!r}")
     per_byte = trainer.corpus.bytes_per_token
     unit = "bits/byte" if per_byte else "bits/token"
     scale = 1 / math.log(2) / (per_byte or 1)
     floors = ", ".join(f"{name} {nats * scale:.3f}" for name, nats in trainer.floors.items())
-    say(f"held out {summary['val_loss'] * scale:.3f} {unit} (counts alone: {floors})")
+    say(console, f"held out {summary['val_loss'] * scale:.3f} {unit} (counts alone: {floors})")
     rate = summary["tokens_per_second"]
     speed = f"{rate:,.0f} tokens/s, " if rate else ""
-    say(f"took     {speed}{summary['peak_memory_gib']:.2f} GiB peak")
+    say(console, f"took     {speed}{summary['peak_memory_gib']:.2f} GiB peak")
 
 
 @dataclasses.dataclass
@@ -260,16 +258,16 @@ def profile(arguments: list[str]) -> int:
     )
     from deeploop.analyze.profile import profile
     from deeploop.train import setup
-    from deeploop.utils.distributed import ranks
+    from deeploop.utils.distributed import init_distributed
 
     steps = profile.Steps(a.warmup, a.config.train.steps, a.traced)
-    with ranks() as place:
+    with init_distributed() as place:
         console = Console(quiet=not place.is_main)
         trainer = together(place, lambda: profile.open_profile(a.config, steps, console, place))
         if trainer is None:
             return 2
         for line in setup.describe(trainer):
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+            say(console, line)
         figures = profile.profile(trainer, steps)
     if place.is_main:
         profile.report(figures, trainer.folder, console)

@@ -23,7 +23,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from deeploop.utils.spans import PARTS, PREFIX
+from deeploop.utils.spans import COMPONENTS, PREFIX
 
 Event = dict[str, Any]
 
@@ -37,7 +37,7 @@ PHASES = ("forward", "recompute", "backward", "outside")  # of neither pass: out
 class Label(NamedTuple):
     """Where time goes."""
 
-    part: str  # of PARTS, or "other"; "idle" while a GPU has nothing to run
+    part: str  # of COMPONENTS, or "other"; "idle" while a GPU has nothing to run
     phase: str  # of PHASES
 
 
@@ -136,7 +136,7 @@ def _label(e: Event, outer: Label, nodes: dict[int, Label]) -> Label:
     if not name.startswith(PREFIX):
         return outer
     name = name.removeprefix(PREFIX)
-    if name in PARTS:
+    if name in COMPONENTS:
         return Label(name, "recompute" if outer.phase == "backward" else outer.phase)
     phase = name.rpartition(" ")[2]
     return Label("other", phase) if phase in PHASES else outer
