@@ -44,7 +44,7 @@ import torch
 from torch import Tensor
 
 from . import rows
-from .branch_kernels import aot_launches, backward_launch, forward_launch
+from .triton.branch_sandwich import aot_launches, backward_launch, forward_launch
 
 __all__ = ["aot_launches", "branch_sandwich"]
 

@@ -59,7 +59,7 @@ from deeploop.errors import InputError
 from . import rows
 from .branch_sandwich import _backward_torch as _branch_backward
 from .branch_sandwich import _forward_torch as _branch_forward
-from .combine_kernels import aot_launches, backward_launches, forward_launch
+from .triton.expert_combine import aot_launches, backward_launches, forward_launch
 
 __all__ = ["aot_launches", "expert_combine"]
 

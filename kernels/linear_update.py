@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from . import rows
-from .linear_kernels import Coefficients, backward_launch, forward_launch
+from .triton.linear_update import Coefficients, backward_launch, forward_launch
 
 
 def linear_update(

@@ -52,9 +52,10 @@ from torch import Tensor
 
 from deeploop.errors import InputError
 
-from . import linear_kernels, rows
-from .linear_kernels import Coefficients
+from . import rows
 from .linear_update import linear_update
+from .triton import linear_update as linear_kernels
+from .triton.linear_update import Coefficients
 
 
 def looping_update(

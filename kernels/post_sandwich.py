@@ -52,7 +52,7 @@ import torch
 from torch import Tensor
 
 from . import rows
-from .post_kernels import aot_launches, backward_launch, forward_launch
+from .triton.post_sandwich import aot_launches, backward_launch, forward_launch
 
 __all__ = ["aot_launches", "post_sandwich"]
 

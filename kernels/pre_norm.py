@@ -22,9 +22,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from . import linear_kernels, rows
-from .linear_kernels import Coefficients
+from . import rows
 from .linear_update import linear_update
+from .triton import linear_update as linear_kernels
+from .triton.linear_update import Coefficients
 
 
 def pre_norm(

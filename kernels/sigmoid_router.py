@@ -55,7 +55,7 @@ from torch import Tensor
 from deeploop.errors import InputError
 
 from . import rows
-from .router_kernels import aot_launches, backward_launches, forward_launch
+from .triton.sigmoid_router import aot_launches, backward_launches, forward_launch
 
 __all__ = ["aot_launches", "sigmoid_router"]
 

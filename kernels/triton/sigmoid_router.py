@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import rows
-from .rows import Config, Launch, jit, tl
+from .. import rows
+from ..rows import Config, Launch, jit, tl
 
 
 @jit()

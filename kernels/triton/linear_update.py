@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import rows
-from .rows import Config, Launch, jit, tl
+from .. import rows
+from ..rows import Config, Launch, jit, tl
 from .tiles import (
     gain_tile,
     load,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import rows
-from .rows import Config, Launch, jit, tl
+from .. import rows
+from ..rows import Config, Launch, jit, tl
 from .tiles import load, load_or_zero, rsqrt_mean, store, store_chunks, store_sum, tile
 
 ZEROED = Config(1024, 32, 4)  # rows of routed whose marks one program looks at
