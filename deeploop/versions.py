@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from deeploop import __version__
-from deeploop.kernels import rows
+from deeploop.kernels import _launch
 
 
 def versions() -> dict[str, str | None]:
@@ -16,7 +16,7 @@ def versions() -> dict[str, str | None]:
         "deeploop": __version__,
         "commit": commit(),
         "torch": torch.__version__,
-        "triton": rows.triton.__version__ if rows.triton else None,
+        "triton": _launch.triton.__version__ if _launch.triton else None,
     }
 
 

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import rows
+from . import _launch
 
 # The submodules, not the functions of the same names; inject has the launches of pre_norm.
 NAMES = (
@@ -82,7 +82,7 @@ def least_share(op: str) -> float:
     return VECTOR_SHARES.get(op, VECTOR_SHARE)
 
 
-def compile_launch(launch: rows.Launch, arch: int) -> Any:
+def compile_launch(launch: _launch.Launch, arch: int) -> Any:
     """A launch compiled for compute capability arch (90 is an H100 or H200)."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -163,7 +163,7 @@ class Task(NamedTuple):
     arch: int
     title: str  # only launches whose name holds this text
 
-    def launches(self) -> dict[str, rows.Launch]:
+    def launches(self) -> dict[str, _launch.Launch]:
         x = torch.empty(ROWS, self.d, dtype=DTYPES[self.dtype], device="meta")
         found = OPS[self.op].aot_launches(x, torch.empty(self.d, device="meta"))
         return {title: launch for title, launch in found.items() if self.title in title}
@@ -194,10 +194,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bf16", "fp32"])
     parser.add_argument("--op", default="", help="only launches whose name holds this text")
     options = parser.parse_args(argv)
-    if rows.triton is None or rows.interpreting():
+    if _launch.triton is None or _launch.interpreting():
         print("aot needs Triton, and TRITON_INTERPRET unset", file=sys.stderr)
         return 2
-    print(f"triton {rows.triton.__version__}, sm_{options.arch}, float32 gains")
+    print(f"triton {_launch.triton.__version__}, sm_{options.arch}, float32 gains")
     print(
         f"{'launch':28}{'d':>6} {'dtype':6}{'warps':>6}{'regs':>6}{'spills':>7}{'stack':>6}"
         f"{'shared':>7}{'atomics':>8}{'128-bit':>8}{'loads':>6}{'stores':>7}{'instr':>6}"

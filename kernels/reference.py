@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .rows import compute_dtype
+from ._aten import compute_dtype
 
 
 def rms_norm(x: Tensor, w: Tensor | None, eps: float) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..rows import jit, tl
+from .._launch import jit, tl
 
 
 @jit()
