@@ -6,13 +6,12 @@ Nothing here needs a GPU.
 from __future__ import annotations
 
 import functools
-import importlib
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from deeploop.kernels import _launch
+from deeploop.kernels import _launch, registry
 from deeploop.kernels._launch import Launch, LaunchConfig, TilePlan
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -32,14 +31,7 @@ class Tuned(NamedTuple):
     column: str  # of _launch._BACKWARD: the number of gains; the combine stands beside it
 
 
-OPS = {
-    "post_sandwich": Tuned("post_sandwich", "two gains"),
-    "pre_norm": Tuned("pre_norm", "one gain"),
-    "branch_sandwich": Tuned("branch_sandwich", "two gains"),
-    "looping_update": Tuned("looping_update", "two gains"),
-    "expert_combine": Tuned("combine", "combine"),
-    "inject": Tuned("inject", "one gain"),
-}
+OPS = {op.name: Tuned(op.title or op.name, op.tuned) for op in registry.OPS.values() if op.tuned}
 
 
 class Case(NamedTuple):
@@ -58,8 +50,8 @@ class Case(NamedTuple):
         """As the op makes it, or with another config; its tensors are not filled."""
         x = torch.empty(n_rows or self.n_rows, self.d, dtype=DTYPES[self.dtype], device=device)
         w = torch.empty(self.d, device=device)
-        module = importlib.import_module(f"deeploop.kernels.{self.op}")
-        return module.aot_launches(x, w, config)[f"{OPS[self.op].title} {self.direction}"]
+        launches = registry.OPS[self.op].launches(x, w, config)
+        return launches[f"{OPS[self.op].title} {self.direction}"]
 
 
 # ---------------------------------------------------------------------------

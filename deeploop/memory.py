@@ -15,7 +15,6 @@ that is called more than once.
 import itertools
 import math
 import weakref
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -29,6 +28,7 @@ from deeploop.backprop import Segment
 from deeploop.config import Config, ModelConfig, TrainConfig
 from deeploop.cost import DEVICES
 from deeploop.fusion import backend
+from deeploop.kernels import registry
 from deeploop.lm import LoopLM
 from deeploop.loss import CHUNK_BYTES
 from deeploop.optim import adamw, clip_gradients, step_if_finite
@@ -36,7 +36,7 @@ from deeploop.roofline import GPU, Clock
 from deeploop.visits import Stream
 
 Kind = Literal["cpu", "cuda"]
-Scratch = dict[Any, Callable[[Any], int]]
+Scratch = dict[Any, registry.Scratch]
 DEVICE = torch.ops.prim.device.default  # asked of a fake tensor many times an operator
 
 
@@ -168,7 +168,7 @@ def step_memory(
     micros, share = math.ceil(t.batch_size / rows), rows / unit
     plan = backprop.segments(t, m.loops)
     stepping = t.step_per == "segment"
-    with FakeTensorMode(), Live(unit, SCRATCH[kind]) as live:
+    with FakeTensorMode(), Live(unit, registry.scratch(kind)) as live:
         model = LoopLM(m)
         spells = clock or Clock(DEVICES["h200"], GPU, m.vocab_size)  # whose seconds nobody reads
         if t.compile:
@@ -272,55 +272,3 @@ def watch_gradients(model: LoopLM, live: Live) -> None:
 def size_of(s: Stream | None) -> int:
     """Bytes of a stream that crosses a segment boundary."""
     return sum(x.nbytes for x in s or () if isinstance(x, Tensor))
-
-
-def copies(low: float, full: float) -> Callable[[Any], int]:
-    """So many float32 copies of an operator's first tensor, with bfloat16 branches or without."""
-
-    def scratch(args: Any) -> int:
-        there = [x for x in args if isinstance(x, Tensor)]
-        bf16 = any(x.dtype == torch.bfloat16 for x in there)
-        return int(4 * there[0].numel() * (low if bf16 else full))
-
-    return scratch
-
-
-def linear_backward(args: Any) -> int:
-    """LOOM's memories, each with a gradient there or asked for, take most of the copies."""
-    memories = any(x is not None for x in (*args[1:3], *args[11:13]))
-    return (copies(5, 3) if memories else copies(1, 0))(args)
-
-
-def inner(count: int, down: int) -> Callable[[Any], int]:
-    """So many tensors [rows, d_expert] in the dtype of x, for `deeploop.experts`.
-
-    `down` is the place of the matrices [E, d, f] among the arguments; x and the rows'
-    tokens stand at its sides.
-    """
-
-    def scratch(args: Any) -> int:
-        return int(count * args[down + 1].numel() * args[down].shape[2] * args[0].element_size())
-
-    return scratch
-
-
-# On a CPU the updates are closed forms in PyTorch: their copies as its profiler counts them.
-_ops = torch.ops.deeploop
-SCRATCH: dict[Kind, Scratch] = {
-    "cpu": {
-        _ops.post_sandwich.default: copies(2, 1),
-        _ops.post_sandwich_backward.default: copies(5, 3),
-        _ops.linear_update.default: copies(1, 0),
-        _ops.linear_update_backward.default: linear_backward,
-        _ops.branch_sandwich.default: copies(2, 1),
-        _ops.branch_sandwich_backward.default: copies(5, 3),
-        _ops.expert_combine.default: copies(3, 2),
-        _ops.expert_combine_backward.default: copies(6, 2),
-        _ops.sigmoid_router.default: copies(1, 0.5),
-        _ops.experts_backward.default: copies(2, 2),
-    },
-    "cuda": {
-        _ops.experts.default: inner(1, down=2),
-        _ops.experts_backward.default: inner(4, down=3),
-    },
-}
