@@ -51,7 +51,7 @@ from deeploop.kernels._op import Saved, define, fake_gradients
 def grouped_mm(
     x: Tensor, gate_up: Tensor, down: Tensor, token: Tensor, inverse: Tensor, ends: Tensor
 ) -> Tensor:
-    """Every expert's rows, [S, d]."""
+    """Compute every expert's output rows, [S, d]; shapes are in the module's docstring."""
     check_strides(x.shape[1], down.shape[2], x.dtype, x.device)
     save = torch.is_grad_enabled() and any(t.requires_grad for t in (x, gate_up, down))
     return _forward(x, gate_up, down, token, inverse, ends, save)[0]
@@ -60,7 +60,7 @@ def grouped_mm(
 def loop(
     x: Tensor, gate_up: Tensor, down: Tensor, token: Tensor, inverse: Tensor, ends: Tensor
 ) -> Tensor:
-    """The same as one writes it first: a loop over experts, autograd; reads `ends` back."""
+    """Compute the same by a loop over experts, with autograd; reads `ends` back to the host."""
     begin, outputs = 0, []
     for end, w_in, w_out in zip(ends.tolist(), gate_up.unbind(0), down.unbind(0), strict=True):
         chosen = x.index_select(0, token[begin:end])
@@ -108,7 +108,7 @@ def _swiglu_backward(a: Tensor, ds: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _one_gemm(x: Tensor) -> bool:
-    """Whether F.grouped_mm runs the experts, and not one GEMM after another."""
+    """True if F.grouped_mm runs all experts in one GEMM, False for one GEMM after another."""
     return x.is_cuda and x.dtype != torch.float64
 
 
@@ -149,10 +149,10 @@ def _backward_grouped(
 
 
 def _cleared(dw: Tensor, ends: Tensor) -> Tensor:
-    """dw with zeros for the experts without rows, in place.
+    """Zero the gradients of the experts without rows, in place.
 
-    Blackwell leaves them unwritten (pytorch/pytorch#172439); Hopper does not, and is
-    spared the pass.
+    Blackwell leaves them unwritten (pytorch/pytorch#172439). Hopper writes zeros itself,
+    so the pass is skipped there.
     """
     if dw.is_cuda and torch.cuda.get_device_capability(dw.device) == (9, 0):
         return dw
@@ -173,7 +173,7 @@ def _spans(ends: Tensor) -> Iterator[tuple[int, slice]]:
 
 
 def _gemm_dtype(x: Tensor) -> torch.dtype:
-    """What the products run in: float32 where bfloat16 would be emulated."""
+    """Dtype of the products: float32 where the CPU would emulate bfloat16, else that of x."""
     emulated = x.dtype == torch.bfloat16 and not computes_in_bf16(x.device)
     return torch.float32 if emulated else x.dtype
 

@@ -78,29 +78,42 @@ def define(
     names = [argument.name for argument in op._opoverload._schema.arguments]
     sources = [results.index(result) for result in gradients_from]
     targets = [names.index(argument) for argument in gradients_for]
+    _register_autograd(op, backward_op, sources, targets, save, ask)
+    return op, backward_op
+
+
+def _register_autograd(
+    op: CustomOpDef,
+    backward_op: CustomOpDef,
+    sources: list[int],
+    targets: list[int],
+    save: Callable[[Any, Any], Saved],
+    ask: Callable[[tuple[Any, ...], list[bool]], tuple[Any, ...]],
+) -> None:
+    """Make backward_op the gradient of op: from results at `sources` to arguments at `targets`."""
+    n_arguments = len(op._opoverload._schema.arguments)
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         saved = save(inputs, output)
         ctx.save_for_backward(*saved.tensors)
         ctx.options = saved.options
-        constant = (x for i, x in enumerate(output) if i not in sources or _is_empty(x))
-        ctx.mark_non_differentiable(*constant)
+        ctx.mark_non_differentiable(
+            *[x for i, x in enumerate(output) if i not in sources or _is_empty(x)]
+        )
         ctx.set_materialize_grads(False)
 
     def gradients(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
         given = [incoming[i] for i in sources]
-        result: list[Tensor | None] = [None] * len(names)
-        if all(g is None for g in given):
-            return tuple(result)
-        needs = [ctx.needs_input_grad[i] for i in targets]
-        found = backward_op(*given, *ctx.saved_tensors, *ask(ctx.options, needs))
-        needed = (i for i, need in zip(targets, needs, strict=True) if need)
-        for i, gradient in zip(needed, found, strict=True):
-            result[i] = gradient
-        return tuple(result)
+        outgoing: list[Tensor | None] = [None] * n_arguments
+        if any(g is not None for g in given):
+            needs = [ctx.needs_input_grad[i] for i in targets]
+            needed = [i for i, need in zip(targets, needs, strict=True) if need]
+            computed = backward_op(*given, *ctx.saved_tensors, *ask(ctx.options, needs))
+            for i, gradient in zip(needed, computed, strict=True):
+                outgoing[i] = gradient
+        return tuple(outgoing)
 
     op.register_autograd(gradients, setup_context=setup_context)
-    return op, backward_op
 
 
 def _register(

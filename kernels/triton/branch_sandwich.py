@@ -1,6 +1,6 @@
 """The Triton kernels of branch_sandwich, forward and backward, and their launches.
 
-The formulas, with these letters, stand in branch_sandwich.
+The formulas that these letters belong to are in the docstring of kernels/branch_sandwich.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The Triton side of `expert_combine`; the maths and the bytes are told there."""
+"""The Triton kernels of expert_combine, forward and backward, and their launches.
+
+The formulas that these letters belong to are in the docstring of kernels/expert_combine.py.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The Triton kernels of linear_update, forward and backward, and their launches.
 
-The formulas, with these letters, stand in linear_update.
+The formulas that these letters belong to are in the docstring of kernels/linear_update.py.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def linear_update_backward_wide_kernel(
 
 
 class Outputs(NamedTuple):
-    """What a forward launch fills in."""
+    """Outputs that a forward launch fills."""
 
     h: Tensor
     local: Tensor | None

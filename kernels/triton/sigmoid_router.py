@@ -1,4 +1,7 @@
-"""The Triton side of `sigmoid_router`; the maths and the bytes are told there."""
+"""The Triton kernels of sigmoid_router, forward and backward, and their launches.
+
+The formulas that these letters belong to are in the docstring of kernels/sigmoid_router.py.
+"""
 
 from __future__ import annotations
 
@@ -288,7 +291,7 @@ def _tiles(experts: int) -> int:
 
 
 def _precision() -> str:
-    """How float32 is multiplied; the interpreter has nothing but true float32."""
+    """Precision of float32 products; the interpreter supports true float32 only."""
     return "ieee" if _launch.interpreting() else "bf16x6"
 
 
