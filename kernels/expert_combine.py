@@ -272,7 +272,7 @@ def _run_backward(
     shape = (dn if dh_new is None else dh_new).shape
     dh_new, dn, shared, h = _aten.as_rows(dh_new, dn, shared, h)
     routed, slots, weights, *gains = _aten.packed(routed, slots, weights, w_branch, w_next)
-    scale = numbers[0].item()
+    scale, _ = numbers.tolist()
     args = (dh_new, dn, routed, slots, weights, shared, *gains, h, r1, r2, scale, h_dtype, needs)
     fused = uses_triton(routed, r1)
     dh, drouted, dweights, dshared, *dgains = run(
