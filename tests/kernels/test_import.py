@@ -9,7 +9,7 @@ sys.modules["triton"] = None
 import torch
 from torch._subclasses import FakeTensorMode
 from deeploop import kernels
-from deeploop.kernels import rows
+from deeploop.kernels import _launch
 x = torch.randn(2, 4, requires_grad=True)
 h, n = kernels.post_sandwich(x, x, None, None, 1.0)
 (h + n).sum().backward()
@@ -17,7 +17,7 @@ assert x.grad is not None
 with FakeTensorMode():
     x = torch.empty(2, 4, device="cuda")
 try:
-    rows.uses_triton(x)
+    _launch.uses_triton(x)
 except RuntimeError as error:
     print(error)
 """

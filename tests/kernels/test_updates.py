@@ -1,6 +1,5 @@
 """branch_sandwich, inject and looping_update on CPU: values, gradients and the contract."""
 
-import importlib
 import itertools
 
 import pytest
@@ -9,6 +8,7 @@ import torch.nn.functional as F
 from kernel_cases import EPS, double
 from test_ops import LAYOUTS, TOLERANCE
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from update_cases import (
     CASES,
@@ -22,7 +22,7 @@ from update_cases import (
     subsets,
 )
 
-from deeploop.kernels import rows
+from deeploop.kernels import _aten
 from deeploop.utils.errors import InputError
 
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
@@ -71,7 +71,7 @@ def test_every_subset_of_gradients(case):
 
 @main_cases
 def test_frozen_gains_ask_for_no_gain_gradient(case, monkeypatch):
-    monkeypatch.setattr(rows, "column_sum", lambda *_: pytest.fail("computed a frozen gradient"))
+    monkeypatch.setattr(_aten, "column_sum", lambda *_: pytest.fail("computed a frozen gradient"))
     inputs = make_inputs(case, (6, 10), torch.float32)
     needs = [not name.startswith("w_") for name in case.inputs]
     run(case.fused, inputs, make_gradients(case, inputs), needs)
@@ -228,26 +228,27 @@ def test_bfloat16_is_no_worse_than_eager_bfloat16(case):
 
 
 @pytest.mark.parametrize("case", [*CASES, *EARLIER, *BARE], ids=str)
-def test_opcheck(case, monkeypatch):
+def test_opcheck(case):
     """Both operators of a case, with the arguments it calls them with."""
     name = case.op if case.op.endswith("sandwich") else "linear_update"
-    module = importlib.import_module(f"deeploop.kernels.{name}")
-    forward, backward = module._forward, module._backward
+    ops = [getattr(torch.ops.deeploop, name + end).default for end in ("", "_backward")]
     calls = []
 
-    def record(op):
-        return lambda *arguments: calls.append((op, arguments)) or op(*arguments)
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func in ops:
+                calls.append((func, args))
+            return func(*args, **(kwargs or {}))
 
-    monkeypatch.setattr(module, "_forward", record(forward))
-    monkeypatch.setattr(module, "_backward", record(backward))
     wide = torch.float32
     inputs = make_inputs(case, (2, 3, 8), torch.bfloat16, gains=wide, memories=wide)
     gradients = make_gradients(case, inputs)
-    calls.clear()
     every = some_used(len(gradients))
     for used in every:
-        run(case.fused, inputs, [g if u else None for g, u in zip(gradients, used, strict=True)])
-    assert [op for op, _ in calls] == [forward, backward] * len(every)
+        with Record():
+            sent = [g if u else None for g, u in zip(gradients, used, strict=True)]
+            run(case.fused, inputs, sent)
+    assert [op for op, _ in calls] == ops * len(every)
     torch.library.opcheck(*calls[0])
     for op, arguments in calls[1::2]:
         detached = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]

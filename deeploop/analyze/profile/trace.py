@@ -23,6 +23,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from deeploop.kernels import registry
 from deeploop.utils.spans import COMPONENTS, PREFIX
 
 Event = dict[str, Any]
@@ -131,8 +132,9 @@ def _label(e: Event, outer: Label, nodes: dict[int, Label]) -> Label:
         if name.endswith("AccumulateGrad"):
             return Label("gradient sums", "backward")
         return Label(nodes.get(e["args"].get("Sequence number", -1), OTHER).part, "backward")
-    if name.startswith("deeploop::sigmoid_router"):
-        return Label("router", outer.phase)
+    component = registry.component(name)
+    if component:
+        return Label(component, outer.phase)
     if not name.startswith(PREFIX):
         return outer
     name = name.removeprefix(PREFIX)

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from deeploop.kernels import rows
+from deeploop.kernels import _launch
 
 collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["test_*.py"]
 
@@ -31,13 +31,13 @@ def poison(monkeypatch):
 def kernels_run(monkeypatch):
     """A test that uses this must have launched a kernel, unless it clears the list."""
     launched = []
-    run_launch = rows.Launch.run
+    run_launch = _launch.Launch.run
 
     def record(self, like):
         launched.append(self)
         return run_launch(self, like)
 
-    monkeypatch.setattr(rows.Launch, "run", record)
+    monkeypatch.setattr(_launch.Launch, "run", record)
     yield launched
     assert launched, "the PyTorch path ran instead of a kernel"
 
@@ -50,7 +50,7 @@ def guard(kernels_run, monkeypatch):
     """
     value, pad = 12345.0, 64
     buffers = []
-    record = rows.Launch.run
+    record = _launch.Launch.run
 
     def guarded(self, like):
         inside = {}
@@ -66,7 +66,7 @@ def guard(kernels_run, monkeypatch):
             self.args[name].copy_(x)
 
     def start():
-        monkeypatch.setattr(rows.Launch, "run", guarded)
+        monkeypatch.setattr(_launch.Launch, "run", guarded)
         return buffers
 
     yield start

@@ -12,7 +12,6 @@ SCRIPT = """
 import importlib, resource, sys
 import numpy as np
 import torch
-from deeploop.kernels import rows
 
 name = sys.argv[1]
 module = importlib.import_module(f"deeploop.kernels.{name}")

@@ -16,8 +16,9 @@ from moe_cases import (
     run_router,
 )
 
-from deeploop.kernels import expert_combine, router_kernels, rows, sigmoid_router
-from deeploop.kernels.rows import tl
+from deeploop.kernels import _launch, expert_combine, sigmoid_router
+from deeploop.kernels._launch import tl
+from deeploop.kernels.triton import sigmoid_router as router_kernels
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 COMBINE = {
@@ -34,7 +35,7 @@ GUARD, UNWRITTEN, PAD = 12288.0, -20480.0, 64  # both exact in every dtype
 def guarded(monkeypatch):
     """Every float a launch fills sits between guard values, and is written everywhere."""
     launched = []
-    run_launch = rows.Launch.run
+    run_launch = _launch.Launch.run
 
     def run(self, like):
         launched.append(self.kernel)
@@ -52,7 +53,7 @@ def guarded(monkeypatch):
             assert name == "drouted_ptr" or (value != UNWRITTEN).all(), f"{name} has gaps"
             self.args[name].copy_(value)
 
-    monkeypatch.setattr(rows.Launch, "run", run)
+    monkeypatch.setattr(_launch.Launch, "run", run)
     yield launched
     assert launched, "the PyTorch path ran instead of a kernel"
 
@@ -125,7 +126,7 @@ def test_router_strides_same_bits_and_gradients_left_alone():
     assert all(torch.equal(a, b) for a, b in zip(gradients, before, strict=True))
 
 
-@rows.jit()
+@_launch.jit()
 def _functions_kernel(x_ptr, exp_ptr, sigmoid_ptr, slope_ptr, BLOCK: tl.constexpr):
     o = tl.arange(0, BLOCK)
     b_x = tl.load(x_ptr + o)
@@ -139,8 +140,8 @@ def test_router_sigmoid_is_right_to_the_last_places():
     x = np.concatenate([np.linspace(-110, 110, 8190), [-np.inf, np.inf]]).astype(np.float32)
     found = [torch.zeros(8192) for _ in range(3)]
     args = dict(zip(("exp_ptr", "sigmoid_ptr", "slope_ptr"), found, strict=True))
-    config = rows.Config(8192, 1, 4)
-    launch = rows.Launch(_functions_kernel, 1, {"x_ptr": torch.tensor(x), "BLOCK": 8192}, config)
+    config = _launch.LaunchConfig(8192, 1, 4)
+    launch = _launch.Launch(_functions_kernel, 1, {"x_ptr": torch.tensor(x), "BLOCK": 8192}, config)
     launch._replace(args=launch.args | args).run(found[0])
     e = np.exp(-np.abs(x.astype(np.float64)))
     exact = (e, np.where(x >= 0, 1, e) / (1 + e), e / (1 + e) ** 2)
@@ -224,7 +225,7 @@ def test_combine_strides_same_bits_and_gradients_left_alone():
 SCRIPT = """
 import numpy as np
 import torch
-from deeploop.kernels import combine_kernels as kernels
+from deeploop.kernels.triton import expert_combine as kernels
 
 d, rows = 64, 2**25 + 8  # the last rows start past 2^31
 routed = torch.from_numpy(np.zeros((rows, d), dtype=np.float16))

@@ -1,12 +1,15 @@
-"""The Triton side of `sigmoid_router`; the maths and the bytes are told there."""
+"""The Triton kernels of sigmoid_router, forward and backward, and their launches.
+
+The formulas that these letters belong to are in the docstring of kernels/sigmoid_router.py.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from . import rows
-from .rows import Config, Launch, jit, tl
+from .. import _launch
+from .._launch import Launch, LaunchConfig, jit, tl
 
 
 @jit()
@@ -253,28 +256,28 @@ def sigmoid_router_dw_kernel(
 # Keyed by the power of two that holds the experts: columns of x at a time, tokens
 # and warps of a program. Fixed, so that ranks agree; chosen so that nothing spills.
 _FORWARD = {
-    16: Config(64, 64, 4),
-    32: Config(64, 64, 4),
-    64: Config(64, 64, 4),
-    128: Config(32, 64, 8),
-    256: Config(32, 32, 8),
-    512: Config(16, 32, 16),
+    16: LaunchConfig(64, 64, 4),
+    32: LaunchConfig(64, 64, 4),
+    64: LaunchConfig(64, 64, 4),
+    128: LaunchConfig(32, 64, 8),
+    256: LaunchConfig(32, 32, 8),
+    512: LaunchConfig(16, 32, 16),
 }
 _DLOGITS = {
-    16: Config(64, 64, 4),
-    32: Config(64, 64, 4),
-    64: Config(64, 64, 8),
-    128: Config(32, 64, 8),
-    256: Config(1, 32, 8),
-    512: Config(1, 16, 8),
+    16: LaunchConfig(64, 64, 4),
+    32: LaunchConfig(64, 64, 4),
+    64: LaunchConfig(64, 64, 8),
+    128: LaunchConfig(32, 64, 8),
+    256: LaunchConfig(1, 32, 8),
+    512: LaunchConfig(1, 16, 8),
 }
-_DX = Config(64, 64, 4)
+_DX = LaunchConfig(64, 64, 4)
 _DX_EXPERTS = 32
 _DW = {
-    16: Config(64, 64, 4, per_sm=2),
-    32: Config(64, 64, 4, per_sm=2),
-    64: Config(64, 64, 4, per_sm=2),
-    128: Config(64, 32, 4, per_sm=2),
+    16: LaunchConfig(64, 64, 4, per_sm=2),
+    32: LaunchConfig(64, 64, 4, per_sm=2),
+    64: LaunchConfig(64, 64, 4, per_sm=2),
+    128: LaunchConfig(64, 32, 4, per_sm=2),
 }
 
 
@@ -288,8 +291,8 @@ def _tiles(experts: int) -> int:
 
 
 def _precision() -> str:
-    """How float32 is multiplied; the interpreter has nothing but true float32."""
-    return "ieee" if rows.interpreting() else "bf16x6"
+    """Precision of float32 products; the interpreter supports true float32 only."""
+    return "ieee" if _launch.interpreting() else "bf16x6"
 
 
 def forward_launch(
@@ -368,7 +371,7 @@ def _dw_launch(dlogits: Tensor, x: Tensor) -> tuple[Tensor, Launch]:
     block = min(max(_DW), _tiles(experts))
     config = _DW[block]
     tiles = -(-d // config.block) * -(-experts // block)
-    shares = max(min(1, n_rows), rows.programs(x, config._replace(splits=tiles)))
+    shares = max(min(1, n_rows), _launch.programs(x, config._replace(splits=tiles)))
     dw = dlogits.new_empty(shares, experts, d)
     args = {
         "dlogits_ptr": dlogits, "x_ptr": x, "dw_ptr": dw, "n_rows": n_rows, "D": d, "E": experts,

@@ -1,6 +1,6 @@
 """The Triton kernels of branch_sandwich, forward and backward, and their launches.
 
-The formulas, with these letters, stand in branch_sandwich.
+The formulas that these letters belong to are in the docstring of kernels/branch_sandwich.py.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import rows
-from .rows import Config, Launch, jit, tl
+from .. import _launch
+from .._launch import Launch, LaunchConfig, jit, tl
 from .tiles import (
     gain_tile,
     load,
@@ -190,7 +190,7 @@ def forward_launch(
     scale: float,
     eps: float,
     norm: bool,
-    config: Config | None = None,
+    config: LaunchConfig | None = None,
 ) -> tuple[tuple[Tensor | None, ...], Launch]:
     """Outputs still to be filled, and the launch that fills them; h and f are [rows, d]."""
     n_rows, d = h.shape
@@ -201,8 +201,10 @@ def forward_launch(
         "h_ptr": h, "f_ptr": f, "w_branch_ptr": w_branch, "w_next_ptr": w_next,
         "h_new_ptr": h_new, "n_ptr": n, "r1_ptr": r1, "r2_ptr": r2, "scale": scale, "eps": eps,
     }  # fmt: skip
-    config = config or rows.forward_config(d)
-    return (h_new, n, r1, r2), rows.forward_launch(branch_sandwich_forward_kernel, args, h, config)
+    config = config or _launch.forward_config(d)
+    return (h_new, n, r1, r2), _launch.forward_launch(
+        branch_sandwich_forward_kernel, args, h, config
+    )
 
 
 def backward_launch(
@@ -217,12 +219,12 @@ def backward_launch(
     scale: float,
     h_dtype: torch.dtype,
     needs: list[bool],
-    config: Config | None = None,
+    config: LaunchConfig | None = None,
 ) -> tuple[list[Tensor | None], Launch]:
     """dh, df and the partial dw_branch, dw_next still to be filled, and their launch."""
     n_rows, d = f.shape
-    config = config or rows.backward_config(d, f.element_size(), gains=2)
-    groups = rows.programs(f, config)
+    config = config or _launch.backward_config(d, f.element_size(), gains=2)
+    groups = _launch.programs(f, config)
     dh = torch.empty_like(f, dtype=h_dtype) if needs[0] else None
     df = torch.empty_like(f) if needs[1] else None
     partials = [f.new_empty(groups, d, dtype=torch.float32) if need else None for need in needs[2:]]
@@ -233,10 +235,12 @@ def backward_launch(
         "scale": scale, "D": d,
     }  # fmt: skip
     kernels = (branch_sandwich_backward_kernel, branch_sandwich_backward_wide_kernel)
-    return [dh, df, *partials], rows.backward_launch(*kernels, args, groups, config)
+    return [dh, df, *partials], _launch.backward_launch(*kernels, args, groups, config)
 
 
-def aot_launches(x: Tensor, w: Tensor | None, config: Config | None = None) -> dict[str, Launch]:
+def aot_launches(
+    x: Tensor, w: Tensor | None, config: LaunchConfig | None = None
+) -> dict[str, Launch]:
     """Every launch on rows like x and gains like w (meta tensors), by name."""
     (_, _, r1, r2), forward = forward_launch(x, x, w, w, 1.0, 1e-6, True, config)
     assert r1 is not None

@@ -1,6 +1,6 @@
 """The Triton kernels of linear_update, forward and backward, and their launches.
 
-The formulas, with these letters, stand in linear_update.
+The formulas that these letters belong to are in the docstring of kernels/linear_update.py.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import rows
-from .rows import Config, Launch, jit, tl
+from .. import _launch
+from .._launch import Launch, LaunchConfig, jit, tl
 from .tiles import (
     gain_tile,
     load,
@@ -209,7 +209,7 @@ def linear_update_backward_wide_kernel(
 
 
 class Outputs(NamedTuple):
-    """What a forward launch fills in."""
+    """Outputs that a forward launch fills."""
 
     h: Tensor
     local: Tensor | None
@@ -233,11 +233,11 @@ def forward_launch(
     local_dtype: torch.dtype | None,
     glob_dtype: torch.dtype | None,
     norm: bool,
-    config: Config | None = None,
+    config: LaunchConfig | None = None,
 ) -> tuple[Outputs, Launch]:
     """Outputs still to be filled, and the launch that fills them; inputs are [rows, d]."""
     n_rows, d = h.shape
-    config = config or rows.forward_config(d)
+    config = config or _launch.forward_config(d)
     r = h.new_empty(n_rows, dtype=torch.float32) if norm else None
     n = torch.empty_like(f) if norm else None
     out = Outputs(torch.empty_like(h), _like(h, local_dtype), _like(h, glob_dtype), n, r)
@@ -246,7 +246,7 @@ def forward_launch(
         "h_new_ptr": out.h, "local_new_ptr": out.local, "glob_new_ptr": out.glob,
         "n_ptr": out.n, "r_ptr": out.r, **k._asdict(), "eps": eps, "EARLY": config.block > 8192,
     }  # fmt: skip
-    return out, rows.forward_launch(linear_update_forward_kernel, args, h, config)
+    return out, _launch.forward_launch(linear_update_forward_kernel, args, h, config)
 
 
 def backward_launch(
@@ -258,7 +258,7 @@ def backward_launch(
     has_glob: bool,
     dtypes: tuple[torch.dtype | None, ...],
     need_next: bool,
-    config: Config | None = None,
+    config: LaunchConfig | None = None,
 ) -> tuple[list[Tensor | None], Launch]:
     """dh, df, dL, dG (as dtypes say) and the partial dw_next still to be filled, and their launch.
 
@@ -270,8 +270,8 @@ def backward_launch(
     itemsize = min(x.element_size() for x in given)
     # Memories take the registers of a second gain.
     memories = has_glob or dlocal_new is not None
-    config = config or rows.backward_config(d, itemsize, gains=1 + memories)
-    groups = rows.programs(given[0], config)
+    config = config or _launch.backward_config(d, itemsize, gains=1 + memories)
+    groups = _launch.programs(given[0], config)
     dh, df, dlocal, dglob = (_like(given[0], dtype) for dtype in dtypes)
     partial = given[0].new_empty(groups, d, dtype=torch.float32) if need_next else None
     args = {
@@ -282,7 +282,7 @@ def backward_launch(
     }  # fmt: skip
     kernels = (linear_update_backward_kernel, linear_update_backward_wide_kernel)
     found = [dh, df, dlocal, dglob, partial]
-    return found, rows.backward_launch(*kernels, args, groups, config)
+    return found, _launch.backward_launch(*kernels, args, groups, config)
 
 
 def aot_launches(
@@ -292,7 +292,7 @@ def aot_launches(
     local: Tensor | None = None,
     glob: Tensor | None = None,
     two: bool = False,
-    config: Config | None = None,
+    config: LaunchConfig | None = None,
 ) -> dict[str, Launch]:
     """The launches of an op on rows like x, memories and gains (meta tensors), by name."""
     k = Coefficients(b=0.5, g=0.5, e=0.5, q=0.5, v=0.5)

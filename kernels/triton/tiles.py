@@ -1,8 +1,8 @@
-"""What the Triton code of the row kernels shares: tiles, loads, stores, sums."""
+"""Triton functions that the row kernels share: tiles, loads, stores, sums."""
 
 from __future__ import annotations
 
-from .rows import jit, tl
+from .._launch import jit, tl
 
 
 @jit()

@@ -1,15 +1,18 @@
-"""The Triton side of `expert_combine`; the maths and the bytes are told there."""
+"""The Triton kernels of expert_combine, forward and backward, and their launches.
+
+The formulas that these letters belong to are in the docstring of kernels/expert_combine.py.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from . import rows
-from .rows import Config, Launch, jit, tl
+from .. import _launch
+from .._launch import Launch, LaunchConfig, jit, tl
 from .tiles import load, load_or_zero, rsqrt_mean, store, store_chunks, store_sum, tile
 
-ZEROED = Config(1024, 32, 4)  # rows of routed whose marks one program looks at
+ZEROED = LaunchConfig(1024, 32, 4)  # rows of routed whose marks one program looks at
 
 
 @jit()
@@ -293,7 +296,7 @@ def forward_launch(
     scale: float,
     eps: float,
     norm: bool,
-    config: Config | None = None,
+    config: LaunchConfig | None = None,
 ) -> tuple[tuple[Tensor, Tensor | None, Tensor, Tensor | None], Launch]:
     """h', n, r1, r2 still to be filled, and the launch that fills them."""
     n_rows, d = h.shape
@@ -305,16 +308,18 @@ def forward_launch(
         "shared_ptr": shared, "w_branch_ptr": w_branch, "w_next_ptr": w_next, "h_new_ptr": h_new,
         "n_ptr": n, "r1_ptr": r1, "r2_ptr": r2, "scale": scale, "eps": eps, "K": slots.shape[1],
     }  # fmt: skip
-    config = config or rows.forward_config(d)
-    return (h_new, n, r1, r2), rows.forward_launch(expert_combine_forward_kernel, args, h, config)
+    config = config or _launch.forward_config(d)
+    return (h_new, n, r1, r2), _launch.forward_launch(
+        expert_combine_forward_kernel, args, h, config
+    )
 
 
-def _backward_config(d: int, itemsize: int) -> Config:
+def _backward_config(d: int, itemsize: int) -> LaunchConfig:
     """As for two gains, but the slots' loop beside chunks of gain sums takes registers.
 
     More than half an SM's, so one program per SM; beside 8192 columns more than there are.
     """
-    config = rows.backward_config(d, itemsize, gains=2)
+    config = _launch.backward_config(d, itemsize, gains=2)
     if config.chunks == 1:
         return config
     splits = config.splits * (1 if config.chunks * config.block < 8192 * config.splits else 2)
@@ -337,14 +342,14 @@ def backward_launches(
     scale: float,
     h_dtype: torch.dtype,
     needs: list[bool],
-    config: Config | None = None,
+    config: LaunchConfig | None = None,
 ) -> tuple[list[Tensor | None], list[Launch]]:
     """dh, drouted, dweights [splits, T, k], dshared and the gains' partial gradients."""
     n_rows, d, k = slots.shape[0], routed.shape[1], slots.shape[1]
     need_h, need_routed, need_weights, need_shared, need_branch, need_next = needs
     branch = need_routed or need_weights or need_shared or need_branch
     config = config or _backward_config(d, routed.element_size())
-    groups = max(min(1, n_rows), rows.programs(r1[:, None], config))
+    groups = max(min(1, n_rows), _launch.programs(r1[:, None], config))
     dh = r1.new_empty(n_rows, d, dtype=h_dtype) if need_h else None
     drouted = torch.empty_like(routed) if need_routed else None
     used = torch.zeros_like(routed[:, 0], dtype=torch.uint8) if need_routed else None
@@ -361,7 +366,7 @@ def backward_launches(
         "BRANCH": branch, "COMBINE": branch or dn is not None, "BLOCK_K": 1 << (k - 1).bit_length(),
     }  # fmt: skip
     kernels = (expert_combine_backward_kernel, expert_combine_backward_wide_kernel)
-    launches = [rows.backward_launch(*kernels, args, groups, config)]
+    launches = [_launch.backward_launch(*kernels, args, groups, config)]
     if drouted is not None:
         zero = {"used_ptr": used, "drouted_ptr": drouted, "n_slots": len(routed), "D": d}
         zero |= {"BLOCK": ZEROED.block, "ROWS": ZEROED.rows}
@@ -370,7 +375,7 @@ def backward_launches(
     return [dh, drouted, dweights, dshared, *partials], launches
 
 
-def aot_launches(x: Tensor, w: Tensor, config: Config | None = None) -> dict[str, Launch]:
+def aot_launches(x: Tensor, w: Tensor, config: LaunchConfig | None = None) -> dict[str, Launch]:
     """Every launch on rows like x and gains like w (meta tensors), by name."""
     k = 6
     routed, weights = x.new_empty(k * x.shape[0], x.shape[1]), w.new_empty(x.shape[0], k)
