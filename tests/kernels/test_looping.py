@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from kernel_cases import EPS
 
 from deeploop import kernels
 from deeploop.errors import InputError
 from deeploop.kernels.reference import rms_norm
+from tests.helpers.kernel_cases import EPS
 
 LOOPS, LAYERS, SCALE = 4, 3, 0.3
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}

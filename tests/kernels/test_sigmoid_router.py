@@ -4,12 +4,12 @@ import itertools
 
 import pytest
 import torch
-from moe_cases import compare_router, dense_router, router_inputs, run_router
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from deeploop.errors import InputError
 from deeploop.kernels import reference, sigmoid_router
-from deeploop.kernels.sigmoid_router import _backward, _forward
+from tests.helpers.kernel_modules import operator
+from tests.helpers.moe_cases import compare_router, dense_router, router_inputs, run_router
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
@@ -73,10 +73,11 @@ def test_bias_gets_no_gradient():
     assert bias.grad is None and w.grad is not None
 
 
-def test_nothing_is_kept_for_a_gradient_nobody_asks_for():
+def test_nothing_is_saved_for_a_gradient_nobody_asks_for():
     x, w, bias = router_inputs(5, 4, 6)
-    assert _forward(x, w, bias, 2, True)[-1].shape == (5, 6)
-    assert _forward(x, w, bias, 2, False)[-1].shape == (0, 6)
+    for save, n_rows in ((True, 5), (False, 0)):
+        logits = operator("sigmoid_router")(x, w, bias, 2, save)[-1]
+        assert logits.shape == (n_rows, 6)
 
 
 # ---------------------------------------------------------------------------
@@ -212,11 +213,12 @@ def test_same_bits_twice_no_aliases_and_gradients_left_alone():
 def test_opcheck(save, dtype):
     x, w, bias = router_inputs(6, 8, 5, dtype)
     x, w = (t.requires_grad_(save) for t in (x.view(2, 3, 8), w))
-    torch.library.opcheck(_forward, (x, w, bias, 2, save))
-    _, indices, _, _, logits = _forward(x.detach(), w.detach(), bias, 2, True)
+    forward, backward = operator("sigmoid_router"), operator("sigmoid_router_backward")
+    torch.library.opcheck(forward, (x, w, bias, 2, save))
+    _, indices, _, _, logits = forward(x.detach(), w.detach(), bias, 2, True)
     for dweights, dz in ((torch.randn(6, 2), None), (None, torch.tensor(1.0))):
         args = (dweights, dz, x.detach(), w.detach(), logits, indices, [True, save])
-        torch.library.opcheck(_backward, args)
+        torch.library.opcheck(backward, args)
 
 
 def test_fullgraph_over_token_counts():
