@@ -102,7 +102,7 @@ WRONG = [
         ROUTER,
         '"per_row": 2.0 / max(1, n_rows)',
         '"per_row": 1.0 / max(1, n_rows)',
-        "interpreter/test_router.py::test_every_subset_of_gradients[used2-8]",
+        "interpreter/test_router.py::test_every_subset_of_gradients[(0, 1)-8]",
     ),
     Wrong(
         "int32_offset",
