@@ -22,6 +22,7 @@ _server.set_forkserver_preload(["torch._dynamo", "triton.language", "pytest"])
 _ENVIRONMENT = {
     "TRITON_INTERPRET": "1",
     "OMP_NUM_THREADS": "1",
+    "PYTEST_ADDOPTS": "",
     "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
 }
 
@@ -29,7 +30,7 @@ _ENVIRONMENT = {
 def run_interpreted(
     tests: Sequence[str], folder: Path, first_on_path: Path | None = None
 ) -> tuple[int, str]:
-    """Run kernel tests under Triton's interpreter, up to the first failure.
+    """Run kernel tests under Triton's interpreter, in a process of its own.
 
     Args:
         tests: Files or node ids under tests/kernels/.
@@ -60,7 +61,7 @@ def _pytest(tests: list[str], log: Path, first_on_path: Path | None) -> None:
         sys.path.insert(0, str(first_on_path))
     import pytest
 
-    # The path is the caller's; options of the caller (as -n) are none of this process.
-    options = ["-xq", "--tb=short", "-pno:cacheprovider", "-oaddopts=", "-opythonpath="]
+    # sys.path is the caller's already, and the caller's options (as -n) must not apply here.
+    options = ["-q", "--tb=short", "-pno:cacheprovider", "-oaddopts=", "-opythonpath="]
     paths = [str(KERNEL_TESTS / test) for test in tests]
     sys.exit(pytest.main([*options, f"--confcutdir={KERNEL_TESTS}", *paths]))

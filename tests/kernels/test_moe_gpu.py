@@ -70,7 +70,7 @@ def test_router_chooses_as_on_cpu():
     inputs = router_inputs(4096, 512, 30, torch.bfloat16)
     _, indices, load, z = sigmoid_router(*inputs, 6)
     cpu = sigmoid_router(*(t.cpu() for t in inputs), 6)
-    assert (indices.cpu() == cpu[1]).all(1).float().mean() > 0.999  # near-ties apart
+    assert (indices.cpu() == cpu[1]).all(1).float().mean() > 0.999  # but for near-ties
     assert load.sum() == 4096 * 6
     torch.testing.assert_close(z.cpu(), cpu[3], rtol=1e-5, atol=1e-5)
 

@@ -157,15 +157,15 @@ def test_fast_matrix_products_do_not_reach_the_router(precision):
     expected = sigmoid_router(x, w, bias, 6)
     try:
         torch.set_float32_matmul_precision(precision)
-        found = sigmoid_router(x, w, bias, 6)
+        actual = sigmoid_router(x, w, bias, 6)
         assert torch.get_float32_matmul_precision() == precision
     finally:
         torch.set_float32_matmul_precision("highest")
-    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True))
 
 
 def test_three_bfloat16_parts_hold_a_float32():
-    """What the tensor cores multiply: w exactly, and products that lose below 2^-26."""
+    """The tensor cores multiply three parts: w exactly, with products that lose below 2^-26."""
     parts, rest = [], torch.randn(100_000)
     a = rest.double()
     for _ in range(3):
@@ -175,8 +175,8 @@ def test_three_bfloat16_parts_hold_a_float32():
     high, middle, low = (p.double() for p in parts)
     b = a.roll(1)
     high_b, middle_b, low_b = (p.roll(1) for p in (high, middle, low))
-    kept = high * (high_b + middle_b + low_b) + middle * (high_b + middle_b) + low * high_b
-    assert ((kept - a * b).abs() / (a * b).abs()).max() < 2**-24
+    product = high * (high_b + middle_b + low_b) + middle * (high_b + middle_b) + low * high_b
+    assert ((product - a * b).abs() / (a * b).abs()).max() < 2**-24
 
 
 # ---------------------------------------------------------------------------

@@ -138,7 +138,7 @@ WRONG = [
     ),
     Wrong(
         "partial_sums_lost",
-        "Only the first program's share of a gain's gradient is kept",
+        "Only the first program's share of a gain's gradient counts",
         ROWS,
         "found.sum(0) if found.dim() == 2",
         "found[:1].sum(0) if found.dim() == 2",
@@ -146,7 +146,7 @@ WRONG = [
     ),
     Wrong(
         "readout_gradient_lost",
-        "What reaches the local memory through the global one is forgotten",
+        "The gradient of the local memory misses that which comes through the global one",
         LINEAR,
         "b_dlocal += b_dglob * q",
         "b_dlocal += b_dglob * 0.0",
