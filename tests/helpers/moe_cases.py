@@ -167,8 +167,8 @@ def run_combine(
         if y is not None and g is not None and y.requires_grad
     ]
     torch.autograd.backward([y for y, _ in used], [g for _, g in used])
-    found = [None if leaves[i] is None else leaves[i].grad for i in FLOATS]
-    return [*(None if y is None else y.detach() for y in outputs), *found]
+    gradients_of = [None if leaves[i] is None else leaves[i].grad for i in FLOATS]
+    return [*(None if y is None else y.detach() for y in outputs), *gradients_of]
 
 
 def compare_combine(
