@@ -24,6 +24,14 @@ def load_run(path: str, device: str = "cpu") -> tuple[LoopLM, checkpoint.Checkpo
     return model.to(device).eval(), ckpt
 
 
+def load(run: str, device: str = "cpu") -> LoopLM:
+    """Load the model of a run's folder or of a checkpoint, in eval mode.
+
+    Raises InputError where there is none, or its files are damaged.
+    """
+    return load_run(run, device)[0]
+
+
 def load_run_tokenizer(folder: Path) -> Tokenizer:
     """Load the tokenizer a run was trained with; raises InputError where it had none."""
     spec = read_corpus_file(folder).get("tokenizer")
@@ -96,7 +104,7 @@ def _pick(logits: Tensor, temperature: float, top_k: int, draw: torch.Generator)
     return torch.multinomial((shifted / temperature).softmax(-1), 1, generator=draw)
 
 
-def continue_text(
+def generate(
     run: str,
     prompt: str,
     tokens: int = 200,

@@ -71,6 +71,22 @@ class Trainer:
         self.nonfinite = torch.zeros((), dtype=torch.bool, device=self.device)
         self.speed = Throughput(config.train.batch_size * config.model.seq_len)
 
+    @classmethod
+    def open(cls, config: Config, resume: str | None = None) -> "Trainer":
+        """Load the corpus, build or restore the model and make the run's folder.
+
+        Args:
+            config: of the run; `config.train.out` is its folder.
+            resume: a run's folder or a checkpoint to go on from.
+
+        Raises:
+            InputError: what `deeploop train` refuses.
+        """
+        from deeploop.train.setup import open_run  # which imports this module
+
+        ckpt = None if resume is None else checkpoint.find(resume)
+        return open_run(config, Console(), ckpt)
+
     def restore(self, ckpt: checkpoint.Checkpoint) -> None:
         """Load weights, optimizer state and step of a checkpoint; raises InputError on a misfit."""
         checkpoint.load_weights(ckpt, self.model)

@@ -3,7 +3,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from deeploop.config import ModelConfig
-from deeploop.eval.generate import continue_text, cut_after_stop, sample
+from deeploop.eval.generate import cut_after_stop, generate, sample
 from deeploop.model.looplm import LoopLM
 from deeploop.train.setup import open_run
 from deeploop.utils.errors import InputError
@@ -86,12 +86,12 @@ def test_an_empty_prompt_is_refused(model):
         sample(model, prompts()[:, :0], 3)
 
 
-def test_continue_text_from_a_run_and_from_a_checkpoint(config, quiet, tmp_path):
+def test_generate_from_a_run_and_from_a_checkpoint(config, quiet, tmp_path):
     open_run(config, quiet).fit()
     run = tmp_path / "run"
-    texts = continue_text(str(run), "the quick", tokens=20, num_samples=2, device="cpu")
+    texts = generate(str(run), "the quick", tokens=20, num_samples=2, device="cpu")
     assert len(texts) == 2 and all(t.startswith("the quick") for t in texts)
-    again = continue_text(
+    again = generate(
         str(run / "checkpoints" / "step_000020"),
         "the quick",
         tokens=20,
@@ -101,7 +101,7 @@ def test_continue_text_from_a_run_and_from_a_checkpoint(config, quiet, tmp_path)
     assert texts == again
     (tmp_path / "prompt.txt").write_text("the quick")
     assert (
-        continue_text(
+        generate(
             str(run), f"FILE:{tmp_path / 'prompt.txt'}", tokens=20, num_samples=2, device="cpu"
         )
         == texts
@@ -119,7 +119,7 @@ def test_bad_requests_are_refused_by_name(config, quiet, name, value):
     trainer.save()
     good = {"run": config.train.out, "prompt": "a", "device": "cpu"}
     with pytest.raises(InputError, match=name) as refused:
-        continue_text(**{**good, name: value})
+        generate(**{**good, name: value})
     assert "\n" not in str(refused.value)
 
 
