@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from bench.record import Machine
+from bench.harness.record import Machine
 from deeploop.utils.device import pick_device
 
 BEGAN, BUDGET = time.monotonic(), float(os.environ.get("DEEPLOOP_BENCH_SECONDS", "inf"))

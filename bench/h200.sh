@@ -9,13 +9,13 @@
 # ever written behind a failing check. Exit code 3: there is no GPU.
 #
 # Speed has a process for each op at the shape of a 124M model, then for each suite of
-# models (bench/bench_NAME.py, where the trainer's packages are there), then for each op at
+# models (bench/suites/bench_NAME.py, where the trainer's packages are there), then for each op at
 # the other shapes, while time lasts: a contender that takes its process down costs its
 # records and an exit code of 1 at the end, an op of ours that fails ends the run.
 #
 # OPS="NAME ..." times only these, SUITES="NAME ..." only those (step loom moe optimizer
 # decode); either may be empty, so that the time goes to the other. TUNE=1 first times
-# every launch setting (python -m bench.tune) for TUNE_SECONDS (200). STEPS=1 ends with 20 steps of the 124M model at
+# every launch setting (python -m bench.kernels.tune) for TUNE_SECONDS (200). STEPS=1 ends with 20 steps of the 124M model at
 # R = 1 and R = 7, where the trainer's packages are there. SKIP_MEMCHECK=1 leaves
 # compute-sanitizer out (it is left out by itself where it is not installed).
 # DEEPLOOP_COMMIT names the commit where there is no .git.
@@ -66,7 +66,7 @@ if [ "$dry" = 1 ]; then marked=(-m gpu --collect-only); else marked=(-m gpu); fi
 mkdir -p "$results"
 name=$results/kernels-$(date -u +%Y%m%dT%H%M%SZ)
 
-stage environment 60 "$python" -m bench.checks environment
+stage environment 60 "$python" -m bench.kernels.checks environment
 stage "GPU tests" 200 "${tests[@]}" "${marked[@]}" "${spread[@]}" -k "not past_two_to"
 # Alone: each of these fills tens of GiB.
 stage "GPU tests of large offsets" 60 "${tests[@]}" "${marked[@]}" -k past_two_to
@@ -76,21 +76,21 @@ if "$python" -c 'import hypothesis, rich, safetensors, tyro' 2>/dev/null; then
 else
     echo "== GPU tests of the models: skipped, the trainer's packages are not there"
 fi
-stage "first launches" 90 "$python" -m bench.checks warm
+stage "first launches" 90 "$python" -m bench.kernels.checks warm
 if [ "${SKIP_MEMCHECK:-0}" = 1 ]; then
     echo "== memcheck: skipped, SKIP_MEMCHECK=1"
 elif command -v compute-sanitizer >/dev/null; then
     # Without PyTorch's memory cache, so that every tensor ends where its memory does.
     stage memcheck 120 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
-        compute-sanitizer --tool memcheck --error-exitcode 9 "$python" -m bench.checks once
+        compute-sanitizer --tool memcheck --error-exitcode 9 "$python" -m bench.kernels.checks once
 else
     echo "== memcheck: skipped, no compute-sanitizer on the PATH"
 fi
-stage determinism 60 "$python" -m bench.checks determinism
+stage determinism 60 "$python" -m bench.kernels.checks determinism
 
 if [ "${TUNE:-0}" = 1 ] && [ "$dry" != 1 ]; then
     seconds=${TUNE_SECONDS:-200}
-    stage tune $((seconds + 40)) "$python" -m bench.tune --seconds "$seconds" \
+    stage tune $((seconds + 40)) "$python" -m bench.kernels.tune --seconds "$seconds" \
         --out "$name-tune.json"
 fi
 
@@ -136,7 +136,7 @@ if [ ${#files[@]} = 0 ]; then
     echo "h200.sh: nothing was timed"
     exit 1
 fi
-timeout 60 "$python" -m bench.report "${files[@]}" --plots "$name" >"$name.md"
+timeout 60 "$python" -m bench.harness.report "${files[@]}" --plots "$name" >"$name.md"
 cat "$name.md"
 echo "== written: ${files[*]} $name.md $name/*.png, $SECONDS s in all"
 

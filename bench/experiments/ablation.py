@@ -1,6 +1,6 @@
 """LOOM, and LOOM without each of its parts, trained side by side on the default corpus.
 
-    python -m bench.loom_arms --out bench/results/loom-arms.json
+    python -m bench.experiments.ablation --out bench/results/loom-arms.json
 
 trains `loom-tiny`, the same with one loop alone, the loop without any of LOOM's parts, and
 LOOM without each of them (--partial: other arms, too), for each seed, and prints held-out
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import tyro
 
-from bench.runs import Results, by_seed, each, spread, sweep
+from bench.experiments.runs import Results, by_seed, each, spread, sweep
 from deeploop.config.presets import LOOM_ABLATIONS, preset
 from deeploop.utils.errors import InputError
 
@@ -37,7 +37,7 @@ class Arguments:
 
 
 def arms(base: str = "loom-tiny", steps: int = 0, partial: bool = False) -> dict[str, str]:
-    """What each row trains: a case of `bench.runs`. Raises InputError on an unknown preset."""
+    """What each row trains: a case of `bench.experiments.runs`. Raises InputError on an unknown preset."""
     ends = f"--steps {steps or preset(base).train.steps} --train.precision fp32"
     rows = {"one loop": f"{base} --model.loops 1 {ends}", "LOOM": f"{base} {ends}"}
     for arm in ("released", *LOOM_ABLATIONS):

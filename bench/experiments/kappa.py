@@ -1,6 +1,6 @@
 """kappa_R of small trained models, and how it grows with the loops.
 
-    python -m bench.kappa --out bench/results/kappa.json
+    python -m bench.experiments.kappa --out bench/results/kappa.json
 
 trains a small model of each residual at R = 2, 4, 8, 16 loops, for each seed, diagnoses it as it
 begins, half way and at the end (see `deeploop.analyze.diagnose.per_loop` for what is measured), and prints

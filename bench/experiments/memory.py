@@ -1,6 +1,6 @@
 """Peak memory of a training step by backprop plan and loops, counted with fake tensors.
 
-    python -m bench.memory loom-329m
+    python -m bench.experiments.memory loom-329m
 
 prints GiB as a Markdown table: weights, gradients, moments and activations of a step of
 one micro-batch, from the second step on (see `deeploop.analyze.plan.planner`). Needs no GPU and does

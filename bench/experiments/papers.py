@@ -1,7 +1,7 @@
 """The papers' claims that a CPU can try: several seeds, each held against its paper.
 
-    python -m bench.papers --out runs/papers.json --png runs/papers.png
-    python -m bench.papers --table bench/results/papers-cpu-2026-11-30.json \
+    python -m bench.experiments.papers --out runs/papers.json --png runs/papers.png
+    python -m bench.experiments.papers --table bench/results/papers-cpu-2026-11-30.json \
         bench/results/loom-arms-cpu-2026-11-30.json
 
 The first trains what its file lacks and prints Markdown, the second only prints.
@@ -9,7 +9,7 @@ The first trains what its file lacks and prints Markdown, the second only prints
 p-sweep   DeepLoop (arXiv 2607.13491, appendix C): which exponents p leave the unigram floor
 by-loops  its table 1: DeepLoop against the pre-norm loop by R
 segments  LOOM (arXiv 2610.01153, figure 5): segmented against full backprop
-loom      its table 5: LOOM without each of its parts (the arms of bench.loom_arms)
+loom      its table 5: LOOM without each of its parts (the arms of bench.experiments.ablation)
 
 A run has escaped if its held-out loss ends MARGIN bits per byte below what letter counts
 reach on the same text. A claim agrees where every seed has the paper's sign, is denied
@@ -28,8 +28,8 @@ from typing import Literal, NamedTuple
 import tyro
 from matplotlib.figure import Figure
 
-from bench import loom_arms
-from bench.runs import Result, Results, by_seed, each, load, spread, sweep
+from bench.experiments import ablation
+from bench.experiments.runs import Result, Results, by_seed, each, load, spread, sweep
 from deeploop.utils.disk import atomic_file
 from deeploop.utils.errors import InputError
 
@@ -46,7 +46,7 @@ SWEPT = {  # R, and learning rates on both sides of where its runs leave the flo
 LOOPS, LOOPS_LRS = (1, 2, 4, 8), (1e-3, 2e-3, 4e-3, 8e-3)
 ALL_LRS = sorted({*itertools.chain(*SWEPT.values()), *LOOPS_LRS})
 ARMS: dict[float | None, str] = {p: f"p = {p:g}" for p in P} | {None: "baseline"}
-SEGMENTS = loom_arms.arms()["LOOM"]
+SEGMENTS = ablation.arms()["LOOM"]
 PLANS = {
     "segments of 3 loops, a step for each": SEGMENTS,
     "segments of 3 loops, a step for each batch": f"{SEGMENTS} --train.step-per batch",
@@ -90,7 +90,7 @@ def cases(claim: Claim) -> list[str]:
         return [looped(p, r, lr) for r, lrs in SWEPT.items() for lr in lrs for p in P]
     if claim == "by-loops":
         return [looped(p, r, lr) for r in LOOPS for lr in LOOPS_LRS for p in (0.5, None)]
-    return list((PLANS if claim == "segments" else loom_arms.arms()).values())
+    return list((PLANS if claim == "segments" else ablation.arms()).values())
 
 
 class Row(NamedTuple):
@@ -221,7 +221,7 @@ def plans(results: Results) -> list[Row]:
 
 def parts(results: Results) -> list[Row]:
     """LOOM without each of its parts less LOOM."""
-    rows, arms = [], loom_arms.arms()
+    rows, arms = [], ablation.arms()
     for arm, perplexity in PARTS.items():
         found = differences(results, arms[arm], arms["LOOM"])
         paper = f"more: perplexity {perplexity:.2f} against 18.62"

@@ -1,17 +1,21 @@
-"""What every record of the bench carries, whatever it timed.
+"""Records: what every case of the bench writes down, whatever it timed.
 
-A record is one case: where it ran (device, clocks, versions, commit), what a call has to
-do whoever does it (`Work`), what the device reaches at best (the ceilings), and its
-contenders by name, each with seconds, what `bench.timing.measured` adds to them, the
-`bytes` that its operators move, `peak_bytes` that it holds at most beyond what was there,
-its `Work`, and what `achieved` makes of the seconds:
+A record is one case: where it ran (device, clocks, versions, commit), the device's measured
+ceilings, and its contenders by name. An entry of a contender has
 
-    gb_per_s    the floor in bytes over the time; of_copy: over the measured copy bandwidth
-    tflop_per_s the work's FLOPs over the time; of_matmul: over the measured matrix product
-    of_floor    the least time that both ceilings allow, over the time
+    seconds, spread, call_seconds   see `bench.harness.timing.measured`
+    kernel_seconds  sum over the CUDA kernels of one call; None on a CPU
+    bytes           bytes that its operators move; None where they cannot be seen
+    peak_bytes      peak memory of one call beyond what was allocated before it
+    floor_bytes, flops, tokens      its `Work`
+    gb_per_s        floor_bytes over seconds; of_copy: over the measured copy bandwidth
+    tflop_per_s     flops over seconds; of_matmul: over the measured matrix product
+    of_floor        shortest time that both ceilings allow, over seconds
+    tokens_per_s    tokens over seconds
 
-`ours` names the contenders of this package, `baselines` those they are held against.
-pytest-benchmark writes the record as `extra_info`; `bench.report` reads it.
+`ours` names the contenders of this package, `baselines` those they are compared with, and
+`missing` gives the reason for each contender that is left out. pytest-benchmark stores the
+record as `extra_info`; `bench.harness.report` reads it.
 """
 
 from __future__ import annotations
@@ -28,25 +32,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bench.counting import count
-from bench.timing import copy_bandwidth, kernel_times, matmul_ceiling, measured, peak_of
-from deeploop.kernels import rows
-from deeploop.utils import versions
+from bench.harness.counting import count
+from bench.harness.timing import copy_bandwidth, kernel_times, matmul_ceiling, measured, peak_of
 from deeploop.utils.device import device_name
+from deeploop.utils.versions import versions
 
 Record = dict[str, Any]
 
 
 class Work(NamedTuple):
-    """What one call has to do."""
+    """The least that one call has to do, the same for every contender."""
 
-    floor_bytes: float  # read and written at least
+    floor_bytes: float  # fewest bytes read and written
     flops: float | None
-    tokens: int | None = None  # that it gets done
+    tokens: int | None = None
 
 
 class Machine:
-    """Where a session runs. The ceilings are measured when first asked for, then kept."""
+    """The device of a session. Its ceilings are measured at the first use."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -55,7 +58,7 @@ class Machine:
             "processor": processor(),
             "path": "triton" if device.type == "cuda" else "torch",
             "torch": torch.__version__,
-            "triton": rows.triton.__version__ if rows.triton else None,
+            "triton": versions()["triton"],
             "python": platform.python_version(),
             "commit": commit(),
         }
@@ -63,25 +66,31 @@ class Machine:
 
     @functools.cached_property
     def copy(self) -> float:
-        """GB/s."""
+        """The copy bandwidth in GB/s."""
         return copy_bandwidth(self.device)
 
     def compare(
         self,
         calls: Mapping[str, Callable[[], object]],
-        held: Mapping[str, Sequence[Tensor]],
+        existing: Mapping[str, Sequence[Tensor]],
         rounds: int,
         fused: Mapping[str, Sequence[str]],
         opaque: Iterable[str] = ("compile",),
     ) -> dict[str, dict[str, Any]]:
-        """Contenders in turns; then, untimed, the bytes each moves and holds at most.
+        """Time the contenders in turns; then count each one's bytes and peak memory, untimed.
 
-        held: by contender the tensors that stay from call to call. fused: words that the names
-        of its CUDA kernels must contain, or the fused path did not run (AssertionError). Of
-        `opaque` ones no operators are to be seen: their bytes are None, on a CPU their peak, too.
+        Args:
+            existing: by contender, the tensors that stay from call to call.
+            fused: by contender, words that the names of its CUDA kernels must contain.
+            opaque: contenders whose operators cannot be seen: their `bytes` are None, and on a
+                CPU their `peak_bytes`, too.
 
-        On a GPU kernel_seconds is the sum over the kernels of one call: what `seconds` has over
-        it, the device waited for the host.
+        Returns:
+            The entries of a record, without the figures that depend on its `Work`. On a GPU
+            the device waited for the host for the difference of seconds and kernel_seconds.
+
+        Raises:
+            AssertionError: a fused kernel did not run.
         """
         cuda = self.device.type == "cuda"
         entries = measured(calls, self.device, rounds)
@@ -93,7 +102,7 @@ class Machine:
             entry["kernel_seconds"] = sum(s for _, s in launches) if cuda else None
             seen = name not in opaque
             entry["bytes"] = counted(calls[name], opened=not cuda)[0] if seen else None
-            entry["peak_bytes"] = peak_of(calls[name], held[name]) if seen or cuda else None
+            entry["peak_bytes"] = peak_of(calls[name], existing[name]) if seen or cuda else None
         return entries
 
     def record(
@@ -107,16 +116,18 @@ class Machine:
         missing: Mapping[str, str],
         ours: Iterable[str] | None = None,
     ) -> Record:
-        """One case, whole; the contenders' own entries are extended.
+        """Make the record of one case; the contenders' entries are extended in place.
 
-        dtype: of its matrix products. work: the same for all, or by contender. ours: those of
-        this package; by default all that are no baselines.
+        Args:
+            dtype: the dtype of the matrix products.
+            work: the work of every contender, or of each by name.
+            ours: the contenders of this package; by default all that are not baselines.
         """
         compared = [name for name in baselines if name in contenders]
         copy, matmul = self.copy, self.matmul(dtype)
         for name, entry in contenders.items():
-            own = work if isinstance(work, Work) else work[name]
-            entry |= own._asdict() | achieved(entry["seconds"], own, copy, matmul)
+            its_work = work if isinstance(work, Work) else work[name]
+            entry |= its_work._asdict() | achieved(entry["seconds"], its_work, copy, matmul)
         return self.setting | {
             "suite": suite, "case": case, "dtype": str(dtype).removeprefix("torch."),
             "copy_gb_per_s": copy, "matmul_tflop_per_s": matmul, "clocks": clocks(self.device),
@@ -127,7 +138,7 @@ class Machine:
 
 
 def achieved(seconds: float, work: Work, copy: float, matmul: float) -> dict[str, float | None]:
-    """What a time means for a work; copy in GB/s, matmul in TFLOP/s."""
+    """Compute the rates of a call and their share of the ceilings (GB/s, TFLOP/s)."""
     bandwidth = work.floor_bytes / seconds / 1e9
     rate = None if work.flops is None else work.flops / seconds / 1e12
     of_copy, of_matmul = bandwidth / copy, None if rate is None else rate / matmul
@@ -142,7 +153,7 @@ def achieved(seconds: float, work: Work, copy: float, matmul: float) -> dict[str
 
 
 def cpuinfo(field: str) -> list[str]:
-    """A field of every core, where the system is Linux."""
+    """List a field of /proc/cpuinfo, once for each core; empty where the system is not Linux."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -151,51 +162,52 @@ def cpuinfo(field: str) -> list[str]:
 
 
 def processor() -> str:
-    """The CPU's name."""
+    """Return the CPU's name."""
     return next(iter(cpuinfo("model name")), platform.processor())
 
 
 def commit() -> str | None:
-    """Of this tree; DEEPLOOP_COMMIT names it where there is only a copy of the files."""
-    return os.environ.get("DEEPLOOP_COMMIT") or versions.commit()
+    """Return this checkout's commit, or DEEPLOOP_COMMIT, for a copy of the files without .git."""
+    return os.environ.get("DEEPLOOP_COMMIT") or versions()["commit"]
 
 
 def clocks(device: torch.device) -> dict[str, float]:
-    """MHz now: of a GPU's SMs and memory, and their most; of a CPU's slowest and fastest core.
+    """Read the clocks in MHz; empty if the system does not report them.
 
-    Empty where the system does not say.
+    On a GPU those of the SMs and the memory with their maxima, on a CPU those of the slowest
+    and the fastest core.
     """
     if device.type == "cuda":
         return gpu_clocks(device)
-    found = [float(x) for x in cpuinfo("cpu MHz")]
-    return {"slowest_core": min(found), "fastest_core": max(found)} if found else {}
+    cores = [float(x) for x in cpuinfo("cpu MHz")]
+    return {"slowest_core": min(cores), "fastest_core": max(cores)} if cores else {}
 
 
 def gpu_clocks(device: torch.device) -> dict[str, float]:
-    """By nvidia-smi, which is asked for the device's UUID: it counts them in its own way."""
+    """Ask nvidia-smi, by the device's UUID: its indices are not CUDA's."""
     names = ("clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem")
     uuid = torch.cuda.get_device_properties(device).uuid
     query = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={','.join(names)}"]
     query.append("--format=csv,noheader,nounits")
     try:
-        said = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout
+        output = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout
     except (OSError, subprocess.TimeoutExpired):
         return {}
-    found = [x.strip() for x in said.split(",")]
-    if not all(re.fullmatch(r"[\d.]+", x) for x in found):
+    values = [x.strip() for x in output.split(",")]
+    if not all(re.fullmatch(r"[\d.]+", x) for x in values):
         return {}
-    return {n.removeprefix("clocks."): float(x) for n, x in zip(names, found, strict=True)}
+    return {n.removeprefix("clocks."): float(x) for n, x in zip(names, values, strict=True)}
 
 
 def counted(run: Callable[[], object], opened: bool) -> tuple[int, int]:
-    """Bytes and FLOPs of one call, operator by operator (see `bench.counting`)."""
+    """Count bytes and FLOPs of one call, operator by operator (`bench.harness.counting`)."""
     with count(opened) as steps:
         run()
     return sum(step.unique for step in steps), sum(step.flops for step in steps)
 
 
-def say(record: Record) -> str:
-    """One line for those who watch."""
+def one_line(record: Record) -> str:
+    """Format a record's case and times."""
     case = ", ".join(f"{key} {value}" for key, value in record["case"].items())
     times = ", ".join(f"{name} {c['seconds']:.3g}" for name, c in record["contenders"].items())
     return f"{record['suite']}: {case}: seconds {times}"

@@ -1,4 +1,4 @@
-"""Timing that holds on a machine whose speed drifts: contenders take turns in one run."""
+"""Timing on a machine whose speed drifts: contenders take turns in one run."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ FLUSH_BYTES = 256 << 20  # several times any L2
 
 
 class Budget:
-    """Seconds that may still be spent on something."""
+    """Count down the seconds that may still be spent on something."""
 
     def __init__(self, seconds: float):
         self.left = seconds
@@ -30,15 +30,16 @@ class Budget:
 
 
 def not_compiling(device: torch.device, budget: Budget) -> str | None:
-    """Why torch.compile is no contender here and now; None where it is."""
+    """Name the reason to leave torch.compile out; None if it takes part."""
     if device.type == "cpu" and os.environ.get("DEEPLOOP_BENCH_COMPILE") != "1":
         return "on a CPU only with DEEPLOOP_BENCH_COMPILE=1"
     if device.type == "cpu" and shutil.which("g++") is None:
         return "on a CPU it needs a C++ compiler, and g++ is not found"
-    return "the seconds for building it are over" if budget.left <= 0 else None
+    return "the seconds for compiling are spent" if budget.left <= 0 else None
 
 
 def in_words(error: Exception) -> str:
+    """Format an exception as its type and the first line of its text."""
     lines = str(error).splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"
 
@@ -46,7 +47,10 @@ def in_words(error: Exception) -> str:
 def interleaved(
     contenders: Mapping[str, Callable[[], object]], rounds: int = 15, warmup: int = 3
 ) -> dict[str, list[float]]:
-    """Seconds of each contender's rounds, A B A B ...; the device is waited for."""
+    """Time each contender's rounds in seconds of wall clock, in turns: A B A B ...
+
+    Every call waits for the device.
+    """
 
     def once(run: Callable[[], object]) -> float:
         begin = time.perf_counter()
@@ -68,10 +72,10 @@ def interleaved(
 def interleaved_on_device(
     contenders: Mapping[str, Callable[[], object]], rounds: int = 30, warmup: int = 3
 ) -> dict[str, list[float]]:
-    """Seconds between CUDA events around each call, A B A B ..., L2 flushed before each.
+    """Time each contender's rounds in seconds between CUDA events, in turns: A B A B ...
 
-    The flush keeps the device busy while the host queues the call, so a call that
-    is queued at once (a graph replay) is timed without its launch.
+    L2 is flushed before each call. The flush keeps the device busy while the host queues the
+    call, so a call that is queued at once (a graph replay) is timed without its launch.
     """
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
 
@@ -100,10 +104,10 @@ def interleaved_on_device(
 
 
 def graphed(run: Callable[[], object], stream: torch.cuda.Stream) -> Callable[[], None]:
-    """A CUDA graph of one call, captured on the stream it was warmed up on.
+    """Capture a CUDA graph of one call, on the stream that warmed it up.
 
-    A capture that fails can leave the process unfit for the next one, so a call that
-    waits for the device, as no graph can, is refused before (RuntimeError).
+    A capture that fails can break the next one in the same process. So a call that waits for
+    the device, which no graph can hold, is refused before the capture (RuntimeError).
     """
     with torch.cuda.stream(stream):
         for _ in range(2):
@@ -122,9 +126,9 @@ def graphed(run: Callable[[], object], stream: torch.cuda.Stream) -> Callable[[]
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """GB/s of one big tensor copied into another, bytes read plus bytes written.
+    """Measure GB/s of copying one big tensor, bytes read plus bytes written.
 
-    What a kernel that only moves memory can hope for on this device.
+    It is the ceiling of a kernel that only moves memory on this device.
     """
     n_bytes = (1 << 30) if device.type == "cuda" else (128 << 20)
     source = torch.randn(n_bytes // 2, device=device, dtype=torch.float32).to(torch.bfloat16)
@@ -135,9 +139,9 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def matmul_ceiling(device: torch.device, dtype: torch.dtype) -> float:
-    """TFLOP/s of one large square matrix product in a dtype, as PyTorch is set up here.
+    """Measure TFLOP/s of one large square matrix product under PyTorch's present settings.
 
-    What code whose work is matrix products can hope for on this device.
+    It is the ceiling of code whose work is matrix products on this device.
     """
     n = 8192 if device.type == "cuda" else 2048
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
@@ -154,11 +158,15 @@ def measured(
     warmup: int = 1,
     replays: Mapping[str, Callable[[], object]] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Contenders against each other, in turns: what a record says of each one's time.
+    """Time the contenders in turns.
 
-    seconds: median of one call; on CUDA between two events, L2 flushed before; spread: the
-    middle half over it; call_seconds: wall clock, device waited for (on a CPU the same).
-    `replays` stand in for the calls between two events.
+    Args:
+        replays: called in the place of `calls` between CUDA events, by contender.
+
+    Returns:
+        By contender: `seconds`, the median of one call, on CUDA between two events with L2
+        flushed before; `spread`, the middle half of the rounds over that median;
+        `call_seconds`, wall clock until the device is done (on a CPU the same).
     """
     wall = interleaved(calls, rounds, warmup)
     times = wall
@@ -167,24 +175,24 @@ def measured(
     return {
         name: {
             "seconds": statistics.median(seconds),
-            "spread": spread(seconds),
+            "spread": middle_half(seconds),
             "call_seconds": statistics.median(wall[name]),
         }
         for name, seconds in times.items()
     }
 
 
-def peak_of(run: Callable[[], object], held: Iterable[Tensor] = ()) -> int:
-    """Bytes a call holds at most beyond what was there before.
+def peak_of(run: Callable[[], object], existing: Iterable[Tensor] = ()) -> int:
+    """Measure the peak of a call's memory, in bytes beyond those allocated before it.
 
-    On a CPU they are counted, by storages (`deeploop.analyze.plan.memory.Live`); `held` are then those
-    tensors from before that the call may look at.
+    On a CPU storages are counted (`deeploop.analyze.plan.memory.Live`); `existing` are then the
+    tensors allocated before that the call may touch.
     """
     if not torch.cuda.is_available():
         from deeploop.analyze.plan.memory import Live  # needs the trainer's packages
 
         with Live() as live:
-            for tensor in held:
+            for tensor in existing:
                 live.add(tensor)
             before = live.now
             run()
@@ -198,7 +206,7 @@ def peak_of(run: Callable[[], object], held: Iterable[Tensor] = ()) -> int:
 
 
 def kernel_times(run: Callable[[], object]) -> list[tuple[str, float]]:
-    """Name and seconds of the CUDA kernels one call launches, in order."""
+    """List name and seconds of the CUDA kernels that one call launches, in order."""
     from torch.profiler import ProfilerActivity, profile
 
     run()
@@ -214,14 +222,14 @@ def kernel_times(run: Callable[[], object]) -> list[tuple[str, float]]:
     ]
 
 
-def spread(seconds: list[float]) -> float:
-    """The middle half of the times over their median: how much a median is worth."""
+def middle_half(seconds: list[float]) -> float:
+    """Divide the range of the middle half of the times by their median."""
     low, middle, high = statistics.quantiles(seconds, n=4)
     return (high - low) / middle
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """|actual - expected| / |expected| over the whole tensor; NaN stays NaN."""
+    """Compute |actual - expected| / |expected| over the whole tensor; NaN stays NaN."""
     actual, expected = actual.double(), expected.double()
     scale = expected.norm().clamp_min(1e-30)
     return ((actual - expected).norm() / scale).item()

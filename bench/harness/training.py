@@ -1,4 +1,4 @@
-"""Training steps as the trainer takes them, on tokens made up here."""
+"""Training steps as the trainer takes them, on random tokens."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bench.record import Work
+from bench.harness.record import Work
 from deeploop.config import Config
 from deeploop.config.backprop import rounds
 from deeploop.model.flops import flops_per_token
 from deeploop.model.looplm import LoopLM, count_parameters
 from deeploop.model.moe.layer import MoE, update_router_bias_
-from deeploop.model.visits import LoopState
 from deeploop.train.backprop import backward
 from deeploop.train.optim import adamw, clip_gradients, step_if_finite
 
@@ -25,22 +24,24 @@ class Training(NamedTuple):
     model: LoopLM
     optimizer: torch.optim.AdamW
     tokens: Tensor  # int64 [batch, seq_len]
-    targets: Tensor  # the same
+    targets: Tensor  # int64 [batch, seq_len]
 
-    def held(self) -> list[Tensor]:
-        """What stays from step to step."""
+    def tensors(self) -> list[Tensor]:
+        """List the tensors that stay from step to step: parameters, moments, batch."""
         states = self.optimizer.state.values()
         moments = [x for state in states for x in state.values() if isinstance(x, Tensor)]
-        return [*self.model.parameters(), *self.model.buffers(), *moments, *self[3:]]
+        batch = [self.tokens, self.targets]
+        return [*self.model.parameters(), *self.model.buffers(), *moments, *batch]
 
-    def held_bytes(self) -> int:
-        return sum(x.nbytes for x in self.held())
+    def nbytes(self) -> int:
+        """Count the bytes of the tensors that stay from step to step."""
+        return sum(x.nbytes for x in self.tensors())
 
     def work(self) -> Work:
-        """Of a step: model FLOPs, and the least traffic of float32 weights.
+        """Count the model FLOPs and the fewest bytes of a step with float32 weights.
 
         Forward reads each weight, backward writes its gradient, AdamW reads the weight, the
-        gradient and two moments and writes all but the gradient; activations not counted.
+        gradient and two moments and writes all but the gradient; activations are not counted.
         """
         passes = 1 + 1 + 4 + 3
         updates = len(rounds(self.config.train, self.config.model.loops))
@@ -50,12 +51,12 @@ class Training(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the matrix products."""
+        """The dtype of the matrix products."""
         return torch.bfloat16 if self.config.train.precision == "bf16" else torch.float32
 
 
 def training(config: Config, device: torch.device) -> Training:
-    """A fresh model of seed 0, and random tokens."""
+    """Make a model from seed 0, its optimizer, and a batch of random tokens."""
     m = config.model
     torch.manual_seed(0)
     model = LoopLM(m).to(device)
@@ -65,30 +66,30 @@ def training(config: Config, device: torch.device) -> Training:
 
 
 def take_step(t: Training) -> Tensor:
-    """What `Trainer.step` does with a batch of one micro-batch; returns its last loss."""
-    carried: LoopState | None = None
-    loads: list[Tensor] = []
-    for part in rounds(t.config.train, t.config.model.loops):
-        for segment in part:
-            piece = backward(t.model, t.config, segment, t.tokens, t.targets, carried, None)
-            carried, loads = piece.carried, [*loads, *piece.loads]
-        optimize(t)
-    balance(t, loads)
-    return piece.loss
+    """Take one training step on a batch of one micro-batch, as `Trainer.step` does.
+
+    For each group of segments: forward, loss and backward of every segment, then an
+    optimizer step. At the end the routers' biases move by the tokens that each expert got.
+
+    Returns:
+        The last segment's loss in nats, a scalar without gradient.
+    """
+    m, state, loads = t.config.model, None, []
+    for segments in rounds(t.config.train, m.loops):
+        for segment in segments:
+            result = backward(t.model, t.config, segment, t.tokens, t.targets, state, None)
+            state = result.carried
+            loads += result.loads
+        clip_and_update(t)
+    if loads and m.moe.balance_lr:
+        experts = [s.branch for s in t.model.sublayers if isinstance(s.branch, MoE)]
+        by_layer = torch.stack(loads).view(-1, m.n_layers, m.moe.experts).sum(0)
+        for moe, load in zip(experts, by_layer, strict=True):
+            update_router_bias_(moe.bias, load, m.moe.balance_lr)
+    return result.loss
 
 
-def optimize(t: Training) -> None:
-    """Clip, step and drop the gradients; the learning rate stays at its peak."""
+def clip_and_update(t: Training) -> None:
+    """Clip the gradients, take an optimizer step at the peak learning rate, drop the gradients."""
     step_if_finite(t.optimizer, clip_gradients(t.model, t.config.train.clip), t.config.train.lr)
     t.optimizer.zero_grad(set_to_none=True)
-
-
-def balance(t: Training, loads: list[Tensor]) -> None:
-    """Move the biases of the experts by the step's loads, int64 [experts] of each visit."""
-    m = t.config.model
-    if not loads or not m.moe.balance_lr:
-        return
-    by_layer = torch.stack(loads).view(-1, m.n_layers, m.moe.experts).sum(0)
-    experts = [s.branch for s in t.model.sublayers if isinstance(s.branch, MoE)]
-    for moe, load in zip(experts, by_layer, strict=True):
-        update_router_bias_(moe.bias, load, m.moe.balance_lr)

@@ -1,4 +1,4 @@
-"""The launch settings that bench.tune tries, and launches of them on random tensors.
+"""The launch settings that bench.kernels.tune tries, and launches of them on random tensors.
 
 Nothing here needs a GPU.
 """

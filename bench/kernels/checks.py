@@ -1,9 +1,9 @@
 """Checks on a device before anything is timed; each prints one line or raises.
 
-    python -m bench.checks environment     what this machine is
-    python -m bench.checks warm            compile every kernel the other two run
-    python -m bench.checks once            every op forward and backward, small and odd shapes
-    python -m bench.checks determinism     the same bits twice
+    python -m bench.kernels.checks environment   name the machine and its software
+    python -m bench.kernels.checks warm          compile every kernel that the other two run
+    python -m bench.kernels.checks once          run every op, both ways, on small and odd shapes
+    python -m bench.kernels.checks determinism   compare the bits of two runs
 
 `once` is what compute-sanitizer watches. --device cpu runs the same code without
 a GPU.
@@ -18,7 +18,7 @@ import sys
 import torch
 from torch import Tensor
 
-from bench.ops import OPS, Op
+from bench.kernels.ops import OPS, Op
 from deeploop import kernels
 from deeploop.kernels import rows
 from deeploop.utils.device import device_name, pick_device
@@ -88,7 +88,7 @@ CHECKS = {"environment": environment, "warm": once, "once": once, "determinism":
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench.checks", description=__doc__)
+    parser = argparse.ArgumentParser(prog="bench.kernels.checks", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("check", choices=CHECKS)
     parser.add_argument("--device", default="auto")

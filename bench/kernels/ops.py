@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.counting import interpreting
+from bench.harness.counting import interpreting
 from deeploop import kernels
 from deeploop.kernels import reference
 

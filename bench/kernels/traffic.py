@@ -1,6 +1,6 @@
 """Passes over memory, op by op: the floor, ours, and everyone else's.
 
-    python -m bench.traffic [--op ...] [--only ours ...] [--d 4096] [--dtype bf16 fp32]
+    python -m bench.kernels.traffic [--op ...] [--only ours ...] [--d 4096] [--dtype bf16 fp32]
 
 Needs no GPU. One pass is rows * d values of the op's dtype, read or written once.
 
@@ -40,8 +40,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.counting import Step, count, interpreting
-from bench.ops import EPS, OPS, Contender, Op, contenders
+from bench.harness.counting import Step, count, interpreting
+from bench.kernels.ops import EPS, OPS, Contender, Op, contenders
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 COLUMNS = ("floor", "ours", "liger", "eager", "naive", "compile")
@@ -167,7 +167,7 @@ def table(records: list[dict[str, Any]]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench.traffic", description=__doc__)
+    parser = argparse.ArgumentParser(prog="bench.kernels.traffic", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--rows", type=int, default=61, help="a prime, to tell rows from gains")
     parser.add_argument("--d", type=int, nargs="+", default=[4096])
@@ -178,7 +178,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if not interpreting():
         # Triton decides when it is imported: start over in a process that says so.
-        command = [sys.executable, "-m", "bench.traffic", *(argv or sys.argv[1:])]
+        command = [sys.executable, "-m", "bench.kernels.traffic", *(argv or sys.argv[1:])]
         return subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}).returncode
     chosen = [op for op in OPS if not options.op or op.name in options.op]
     records: list[dict[str, Any]] = []

@@ -1,6 +1,6 @@
 """Time every launch setting of the row kernels on this GPU, against the fixed table.
 
-    python -m bench.tune [--op post_sandwich ...] [--direction backward] [--d 768 4096]
+    python -m bench.kernels.tune [--op post_sandwich ...] [--direction backward] [--d 768 4096]
                          [--rows 32768] [--dtype bf16] [--seconds 200] [--out tune.json]
 
 kernels/rows.py keeps one table of settings, fixed on purpose; this finds what
@@ -34,9 +34,9 @@ from typing import Any
 
 import torch
 
-from bench import candidates as c
-from bench.candidates import Case
-from bench.timing import copy_bandwidth, graphed, interleaved_on_device, relative_error
+from bench.harness.timing import copy_bandwidth, graphed, interleaved_on_device, relative_error
+from bench.kernels import candidates as c
+from bench.kernels.candidates import Case
 from deeploop.kernels import aot
 from deeploop.kernels.rows import Config
 
@@ -262,7 +262,7 @@ def sweep(cases: list[Case], seconds: float, out: Path) -> list[Record]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bench.tune", description=__doc__)
+    parser = argparse.ArgumentParser(prog="bench.kernels.tune", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--op", nargs="+", choices=c.OPS, default=DEFAULT_OPS)
     parser.add_argument(
@@ -275,7 +275,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("tune.json"))
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
-        print("bench.tune: no CUDA device; nothing was timed")
+        print("bench.kernels.tune: no CUDA device; nothing was timed")
         return 3
     cases = [
         Case(op, direction, options.rows, d, dtype)

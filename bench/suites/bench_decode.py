@@ -1,6 +1,6 @@
 """Tokens per second of greedy generation by loops, with the cache and without one.
 
-    pytest bench/bench_decode.py -s [--benchmark-json=FILE]
+    pytest bench/suites/bench_decode.py -s [--benchmark-json=FILE]
 
 The default model on a CPU, the 124M one on CUDA, float32 as `deeploop generate` runs them,
 batches of 1 and 8:
@@ -20,8 +20,8 @@ import dataclasses
 import pytest
 import torch
 
-from bench.record import Work, say
-from bench.timing import relative_error
+from bench.harness.record import Work, one_line
+from bench.harness.timing import relative_error
 from deeploop.config.presets import preset
 from deeploop.eval.generate import sample
 from deeploop.model.flops import block_weights, forward_flops
@@ -89,5 +89,5 @@ def test_decode(benchmark, machine, batch, loops):
     benchmark.extra_info |= machine.record(
         "decode", case, torch.float32, work(model, batch), entries, ["recomputed"], {}
     )
-    print(f"\n{say(benchmark.extra_info)}")
+    print(f"\n{one_line(benchmark.extra_info)}")
     benchmark.pedantic(calls["cached"], rounds=1)

@@ -1,13 +1,13 @@
 """Every op, forward and backward, against everyone else who can compute it.
 
-    pytest bench/bench_kernels.py [--benchmark-json=FILE]   then   python -m bench.report FILE
+    pytest bench/suites/bench_kernels.py [--benchmark-json=FILE]
 
 The same code on CPU and CUDA. On a CPU ours is the PyTorch closed form and shapes
 are small; on CUDA it is the Triton kernels. First every contender is compared
 with the float64 reference: ours must agree, another that does not is named and
 left out, and only then is anything timed. Contenders take turns call by call.
 
-What a record (benchmark.extra_info) holds is in `bench.record`; of these contenders
+What a record (benchmark.extra_info) holds is in `bench.harness.record`; of these contenders
 
 * seconds: median of one call. On CUDA: a graph replay between two events, L2
   flushed before, so launch overhead is not in it;
@@ -17,7 +17,7 @@ What a record (benchmark.extra_info) holds is in `bench.record`; of these conten
   floor scores lower; FLOPs are those of the naive chain's arithmetic;
 * peak_bytes: allocated at most by one forward and backward;
 * bytes: what the call moves, counted operator by operator for eager, naive and, on
-  a CPU, ours; on CUDA ours moves its floor (bench.traffic counts that); else None.
+  a CPU, ours; on CUDA ours moves its floor (bench.kernels.traffic counts that); else None.
 
 DEEPLOOP_BENCH_COMPILE=1 adds torch.compile on a CPU too, where each case takes many
 seconds to build; on CUDA it runs until DEEPLOOP_BENCH_COMPILE_SECONDS (60) have gone
@@ -39,9 +39,8 @@ import torch
 import torch._functorch.config
 from torch import Tensor
 
-from bench.ops import OPS, Contender, Op, compiled, contenders
-from bench.record import Work, counted
-from bench.timing import (
+from bench.harness.record import Work, counted
+from bench.harness.timing import (
     Budget,
     graphed,
     in_words,
@@ -51,6 +50,7 @@ from bench.timing import (
     peak_of,
     relative_error,
 )
+from bench.kernels.ops import OPS, Contender, Op, compiled, contenders
 from deeploop.kernels import reference
 from deeploop.utils.device import pick_device
 

@@ -1,6 +1,6 @@
 """A training step of LOOM by backprop plan and loops: its time and its peak memory.
 
-    pytest bench/bench_loom.py -s [--benchmark-json=FILE]
+    pytest bench/suites/bench_loom.py -s [--benchmark-json=FILE]
 
 `loom-tiny` on a CPU, `loom-329m` in micro-batches of 16 x 1024 tokens on CUDA. The plans of
 one number of loops H take turns on one model through the trainer's own path: a step of the
@@ -20,9 +20,9 @@ model's, without what runs again.
 import pytest
 import torch
 
-from bench.record import say
-from bench.timing import in_words
-from bench.training import Training, take_step, training
+from bench.harness.record import one_line
+from bench.harness.timing import in_words
+from bench.harness.training import Training, take_step, training
 from deeploop.config import Config
 from deeploop.config.presets import preset
 from deeploop.utils.device import computes_in_bf16, pick_device
@@ -90,5 +90,5 @@ def test_plans(benchmark, machine, loops):
     benchmark.extra_info |= machine.record(
         "loom", case, there.dtype, work, entries, FULL, missing, ours=entries
     )
-    print(f"\n{say(benchmark.extra_info)}")
+    print(f"\n{one_line(benchmark.extra_info)}")
     benchmark.pedantic(next(iter(calls.values())), rounds=1)  # full, where it fits

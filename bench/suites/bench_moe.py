@@ -1,6 +1,6 @@
 """Routed experts, forward and backward: one dispatch for all against a plain loop over them.
 
-    pytest bench/bench_moe.py -s [--benchmark-json=FILE]
+    pytest bench/suites/bench_moe.py -s [--benchmark-json=FILE]
 
 A whole MoE visit: router, 32 experts of which a token takes 6, the weighted sum, the
 residual rule and the norms around it. Contenders take turns in one run and share
@@ -32,8 +32,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bench.record import Work, say
-from bench.timing import relative_error
+from bench.harness.record import Work, one_line
+from bench.harness.timing import relative_error
 from deeploop.kernels import branch_sandwich, expert_combine, sigmoid_router
 from deeploop.model.moe.layer import MoE
 from deeploop.utils.device import autocast, computes_in_bf16, pick_device
@@ -188,5 +188,5 @@ def test_routed_experts(benchmark, machine, tokens, precision):
         "experts", case, dtype, work(tokens, dtype.itemsize), entries, others, missing
     )
     benchmark.extra_info["load_average_before"] = load
-    print(f"\n{say(benchmark.extra_info)}")
+    print(f"\n{one_line(benchmark.extra_info)}")
     benchmark.pedantic(runs["grouped_mm"], rounds=1)

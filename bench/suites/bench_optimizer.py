@@ -1,6 +1,6 @@
 """An optimizer step with its clipping, on the parameters of real models.
 
-    pytest bench/bench_optimizer.py -s [--benchmark-json=FILE]
+    pytest bench/suites/bench_optimizer.py -s [--benchmark-json=FILE]
 
 `deeploop-tiny` and `loom-tiny` on a CPU, the 124M model and `loom-329m` on CUDA, float32.
 Contenders start from the same weights and gradients and decay the same groups:
@@ -19,8 +19,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bench.record import Work, counted, say
-from bench.timing import in_words, relative_error
+from bench.harness.record import Work, counted, one_line
+from bench.harness.timing import in_words, relative_error
 from deeploop.config import TrainConfig
 from deeploop.config.presets import preset
 from deeploop.model.looplm import LoopLM, count_parameters
@@ -146,5 +146,5 @@ def test_optimizer_step(benchmark, machine, name):
     benchmark.extra_info |= machine.record(
         "optimizer", case, torch.float32, work, entries, others, missing
     )
-    print(f"\n{say(benchmark.extra_info)}")
+    print(f"\n{one_line(benchmark.extra_info)}")
     benchmark.pedantic(calls["shipped"], rounds=3)

@@ -1,6 +1,6 @@
 """A whole training step by loops: as shipped, and as one would write it first.
 
-    pytest bench/bench_step.py -s [--benchmark-json=FILE]
+    pytest bench/suites/bench_step.py -s [--benchmark-json=FILE]
 
 The default model (on CUDA the paper's 124M one) at several R, both residuals. Contenders start
 from the same weights and take the same batch, optimizer and clipping:
@@ -29,9 +29,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from bench.record import say
-from bench.timing import Budget, in_words, not_compiling, relative_error
-from bench.training import Training, optimize, take_step, training
+from bench.harness.record import one_line
+from bench.harness.timing import Budget, in_words, not_compiling, relative_error
+from bench.harness.training import Training, optimize, take_step, training
 from deeploop.config import Config
 from deeploop.config.presets import preset
 from deeploop.model.attention import AttentionContext
@@ -175,5 +175,5 @@ def test_training_step(benchmark, machine, residual, loops):
     benchmark.extra_info |= machine.record(
         "step", case, there.dtype, there.work(), entries, others, missing
     )
-    print(f"\n{say(benchmark.extra_info)}")
+    print(f"\n{one_line(benchmark.extra_info)}")
     benchmark.pedantic(calls["shipped"], rounds=1)

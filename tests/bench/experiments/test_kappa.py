@@ -1,12 +1,12 @@
-"""The fit and the table of bench.kappa."""
+"""The fit and the table of bench.experiments.kappa."""
 
 import json
 from types import SimpleNamespace
 
 import pytest
 
-from bench import kappa
-from bench.kappa import slope, small, table
+from bench.experiments import kappa
+from bench.experiments.kappa import slope, small, table
 
 
 @pytest.mark.parametrize("gamma", [-0.5, 0.0, 1.0])

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import loom_arms, papers
-from bench.runs import load, save
+from bench.experiments import ablation, papers
+from bench.experiments.runs import load, save
 from deeploop.cli import parse_train
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
@@ -106,7 +106,7 @@ def test_printing_trains_nothing_and_draws(tmp_path, capsys):
 
 def test_the_recorded_ablation_is_read_by_both():
     results = load(RESULTS / "loom-arms-cpu-2026-11-30.json")
-    assert "| native | 2.392 (2.368 to 2.408) |" in loom_arms.table(loom_arms.arms(), results)
+    assert "| native | 2.392 (2.368 to 2.408) |" in ablation.table(ablation.arms(), results)
     assert [row.agrees for row in papers.parts(results)] == [
         "**no**",
         "open",

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bench import runs
+from bench.experiments import runs
 from deeploop.utils.errors import InputError
 
 TINY = (

@@ -2,7 +2,7 @@
 
 import torch
 
-from bench.counting import count, distinct_bytes
+from bench.harness.counting import count, distinct_bytes
 
 
 def moved(run):

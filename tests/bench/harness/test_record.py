@@ -5,11 +5,11 @@ import re
 import pytest
 import torch
 
-from bench import record
-from bench.bench_loom import plans
-from bench.record import Machine, Work, achieved, counted
-from bench.timing import matmul_ceiling, peak_of
-from bench.training import take_step, training
+from bench.harness import record
+from bench.harness.record import Machine, Work, achieved, counted
+from bench.harness.timing import matmul_ceiling, peak_of
+from bench.harness.training import take_step, training
+from bench.suites.bench_loom import plans
 from deeploop.analyze.plan.memory import step_memory
 from deeploop.config.presets import preset
 
@@ -80,7 +80,7 @@ def test_clocks_are_megahertz_or_nothing():
 def test_the_matrix_ceiling_is_a_rate(monkeypatch):
     """2 n^3 over the median time."""
     monkeypatch.setattr(
-        "bench.timing.interleaved", lambda calls, **_: {name: [0.5] for name in calls}
+        "bench.harness.timing.interleaved", lambda calls, **_: {name: [0.5] for name in calls}
     )
     assert matmul_ceiling(CPU, torch.float32) == pytest.approx(2 * 2048**3 / 0.5 / 1e12)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import charts, report
-from bench.record import Work, achieved
+from bench.harness import charts, report
+from bench.harness.record import Work, achieved
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,7 +51,7 @@ def results(tmp_path):
 
 
 def record(suite: str, case: dict, seconds: dict[str, float], baselines: list[str], **more) -> dict:
-    """As `bench.record` writes it: 2 GB and 1 TFLOP of work, a peak of 3 MiB."""
+    """As `bench.harness.record` writes it: 2 GB and 1 TFLOP of work, a peak of 3 MiB."""
     work = Work(2e9, 1e12, 1000)
     contenders = {
         name: contender(s, kernel_seconds=None) | work._asdict() | achieved(s, work, 100.0, 2.0)
@@ -227,7 +227,7 @@ def test_the_bench_imports_without_the_trainers_packages():
 import sys
 for name in ("tyro", "rich", "pyarrow", "tokenizers", "liger_kernel"):
     sys.modules[name] = None
-import bench.bench_kernels, bench.checks, bench.report, bench.traffic, bench.tune
+import bench.suites.bench_kernels, bench.kernels.checks, bench.harness.report, bench.kernels.traffic, bench.kernels.tune
 """
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, check=True)
@@ -270,7 +270,7 @@ kernels.pre_norm = pre_norm
         "DEEPLOOP_BENCH_OPS": "pre_norm", "PYTHONPATH": f"{tmp_path}:{ROOT}",
     }  # fmt: skip
     result = subprocess.run(
-        [*command, "bench/bench_kernels.py"],
+        [*command, "bench/suites/bench_kernels.py"],
         env=environment, cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     assert result.returncode == 9, result.stdout + result.stderr

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from bench.bench_kernels import Runner, exact_results
-from bench.ops import OPS, contenders
-from bench.timing import relative_error
+from bench.harness.timing import relative_error
+from bench.kernels.ops import OPS, contenders
+from bench.suites.bench_kernels import Runner, exact_results
 from deeploop import kernels
 
 

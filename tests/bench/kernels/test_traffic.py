@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.ops import OPS
+from bench.kernels.ops import OPS
 
 pytest.importorskip("triton", reason="Triton is not installed")
 HERE = Path(__file__).parent
@@ -37,7 +37,7 @@ def records():
     """By op, direction, dtype and d."""
     found = []
     for dtype, d in SHAPES:
-        command = ["bench.traffic", "--json", "--only", "ours", "--rows", str(ROWS)]
+        command = ["bench.kernels.traffic", "--json", "--only", "ours", "--rows", str(ROWS)]
         result = run(*command, "--d", str(d), "--dtype", dtype)
         assert result.returncode == 0, result.stderr
         found += json.loads(result.stdout)

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from bench import candidates as c
-from bench import tune
+from bench.kernels import candidates as c
+from bench.kernels import tune
 from deeploop.kernels import rows
 
 CASES = [

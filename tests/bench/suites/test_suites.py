@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench import bench_decode, bench_loom, bench_moe, bench_optimizer, bench_step
-from bench.record import counted
-from bench.training import Training, take_step, training
+from bench.harness.record import counted
+from bench.harness.training import Training, take_step, training
+from bench.suites import bench_decode, bench_loom, bench_moe, bench_optimizer, bench_step
 from deeploop.config.presets import preset
 from deeploop.eval.generate import sample
 from deeploop.model.looplm import LoopLM

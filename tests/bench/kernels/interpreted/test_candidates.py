@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from bench import candidates as c
-from bench import tune
+from bench.kernels import candidates as c
+from bench.kernels import tune
 
 
 def few(configs):

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
 
-from bench.counting import count
+from bench.harness.counting import count
 
 
 @triton.jit
