@@ -185,13 +185,13 @@ def measured(
 def peak_of(run: Callable[[], object], existing: Iterable[Tensor] = ()) -> int:
     """Measure the peak of a call's memory, in bytes beyond those allocated before it.
 
-    On a CPU storages are counted (`deeploop.analyze.plan.memory.Live`); `existing` are then the
+    On a CPU storages are counted (`deeploop.analyze.plan.memory.LiveBytes`); `existing` are then the
     tensors allocated before that the call may touch.
     """
     if not torch.cuda.is_available():
-        from deeploop.analyze.plan.memory import Live  # needs the trainer's packages
+        from deeploop.analyze.plan.memory import LiveBytes  # needs the trainer's packages
 
-        with Live() as live:
+        with LiveBytes() as live:
             for tensor in existing:
                 live.add(tensor)
             before = live.now

@@ -9,12 +9,11 @@ from torch import Tensor
 
 from bench.harness.record import Work
 from deeploop.config import Config
-from deeploop.config.backprop import rounds
+from deeploop.config.backprop import optimizer_steps
 from deeploop.model.flops import flops_per_token
 from deeploop.model.looplm import LoopLM, count_parameters
-from deeploop.model.moe.layer import MoE, update_router_bias_
-from deeploop.train.backprop import backward
-from deeploop.train.optim import adamw, clip_gradients, step_if_finite
+from deeploop.train.optim import adamw
+from deeploop.train.step import train_step
 
 
 class Training(NamedTuple):
@@ -44,7 +43,7 @@ class Training(NamedTuple):
         gradient and two moments and writes all but the gradient; activations are not counted.
         """
         passes = 1 + 1 + 4 + 3
-        updates = len(rounds(self.config.train, self.config.model.loops))
+        updates = len(optimizer_steps(self.config.train, self.config.model.loops))
         floor = updates * passes * 4 * count_parameters(self.model)
         tokens = self.tokens.numel()
         return Work(floor, tokens * flops_per_token(self.config), tokens)
@@ -66,30 +65,11 @@ def training(config: Config, device: torch.device) -> Training:
 
 
 def take_step(t: Training) -> Tensor:
-    """Take one training step on a batch of one micro-batch, as `Trainer.step` does.
-
-    For each group of segments: forward, loss and backward of every segment, then an
-    optimizer step. At the end the routers' biases move by the tokens that each expert got.
+    """Take the trainer's step on the batch as one micro-batch, at the peak learning rate.
 
     Returns:
         The last segment's loss in nats, a scalar without gradient.
     """
-    m, state, loads = t.config.model, None, []
-    for segments in rounds(t.config.train, m.loops):
-        for segment in segments:
-            result = backward(t.model, t.config, segment, t.tokens, t.targets, state, None)
-            state = result.carried
-            loads += result.loads
-        clip_and_update(t)
-    if loads and m.moe.balance_lr:
-        experts = [s.branch for s in t.model.sublayers if isinstance(s.branch, MoE)]
-        by_layer = torch.stack(loads).view(-1, m.n_layers, m.moe.experts).sum(0)
-        for moe, load in zip(experts, by_layer, strict=True):
-            update_router_bias_(moe.bias, load, m.moe.balance_lr)
-    return result.loss
-
-
-def clip_and_update(t: Training) -> None:
-    """Clip the gradients, take an optimizer step at the peak learning rate, drop the gradients."""
-    step_if_finite(t.optimizer, clip_gradients(t.model, t.config.train.clip), t.config.train.lr)
-    t.optimizer.zero_grad(set_to_none=True)
+    batch = [(t.tokens, t.targets)]
+    metrics = train_step(t.model, t.optimizer, t.config, batch, t.config.train.lr)
+    return list(metrics.losses.values())[-1]

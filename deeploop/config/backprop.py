@@ -1,19 +1,26 @@
-"""Plan how far gradients go back through the loops, and when the optimizer steps."""
+"""Plan how far gradients go back through the loops, and when the optimizer steps.
+
+    full         one segment: all loops
+    segments(K)  a segment every K loops (the last may be shorter)
+    last(k)      one segment: the last k loops; the loops before run without gradient
+
+`deeploop.train.backprop` runs a segment.
+"""
 
 from typing import NamedTuple
 
-from deeploop.config import TrainConfig
+from deeploop.config.train import TrainConfig
 
 
 class Segment(NamedTuple):
-    """Loops that one backward goes through, and loops run without gradient ahead of them."""
+    """Loops that one backward goes through, and loops before them that run without gradient."""
 
-    ahead: range
+    no_grad_loops: range
     loops: range
 
 
 def segments(t: TrainConfig, loops: int) -> list[Segment]:
-    """The plan of a run, in the order of the walk."""
+    """List the segments of a batch, in the order in which they run."""
     if t.backprop == "last":
         first = loops - t.backprop_loops
         return [Segment(range(first), range(first, loops))]
@@ -23,7 +30,7 @@ def segments(t: TrainConfig, loops: int) -> list[Segment]:
     ]
 
 
-def rounds(t: TrainConfig, loops: int) -> list[list[Segment]]:
-    """The plan's segments, in groups with an optimizer step behind each."""
-    plan = segments(t, loops)
-    return [[s] for s in plan] if t.step_per == "segment" else [plan]
+def optimizer_steps(t: TrainConfig, loops: int) -> list[list[Segment]]:
+    """Group the segments of a batch: an optimizer step comes after each group."""
+    listed = segments(t, loops)
+    return [[s] for s in listed] if t.step_per == "segment" else [listed]

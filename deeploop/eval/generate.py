@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from deeploop.config import MOST, MOST_SEED
+from deeploop.config.fields import MAX_INT, MAX_SEED
 from deeploop.data.tokenizer import Tokenizer, load_tokenizer
 from deeploop.model.looplm import LoopLM
 from deeploop.runs import checkpoint
@@ -101,12 +101,12 @@ def continue_text(
     model has no embedding for, or numbers out of range.
     """
     limits = {
-        "tokens": (tokens, 1, MOST),
-        "num_samples": (num_samples, 1, MOST),
-        "loops": (loops, 0, MOST),
-        "top_k": (top_k, 0, MOST),
+        "tokens": (tokens, 1, MAX_INT),
+        "num_samples": (num_samples, 1, MAX_INT),
+        "loops": (loops, 0, MAX_INT),
+        "top_k": (top_k, 0, MAX_INT),
         "temperature": (temperature, 0, math.inf),
-        "seed": (seed, 0, MOST_SEED),
+        "seed": (seed, 0, MAX_SEED),
     }
     for name, (value, least, most) in limits.items():
         if not least <= value <= most:

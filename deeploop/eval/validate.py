@@ -31,7 +31,7 @@ def validate(
     released code keeps its capacity here.)
     """
     seq_len = model.config.seq_len
-    device = model.embedding.weight.device
+    device = model.embed_tokens.weight.device
     limit = -(-tokens // (batch * seq_len)) if tokens else None
     total = torch.zeros((), dtype=torch.float64, device=device)
     count = 0

@@ -1,4 +1,4 @@
-"""The branches a visit can take: causal attention and SwiGLU, on library GEMMs."""
+"""Causal multi-head attention with rotary embeddings, on library GEMMs."""
 
 from typing import NamedTuple
 
@@ -10,16 +10,17 @@ from deeploop.model.kv.cache import KVCache
 
 
 class AttentionContext(NamedTuple):
-    """Where a visit stands: what a branch needs beside its normalised input."""
+    """Inputs of a visit's attention beside its normalised input."""
 
     cos: Tensor  # [T, 1, head_dim], for the positions of this input
     sin: Tensor  # [T, 1, head_dim], first half negated
-    slot: int  # loop * n_layers + layer: which keys and values are this visit's
+    loop: int | None = None  # counted from 0; None outside of the loops
+    block: int = 0  # physical block: with the loop, it tells which keys and values to read
     cache: KVCache | None = None
 
 
 def rope_tables(seq_len: int, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
-    """cos and signed sin of rotary embeddings, each float64 [seq_len, 1, head_dim].
+    """Return cos and signed sin of rotary embeddings, each float64 [seq_len, 1, head_dim].
 
     Half-split convention: dimension i pairs with i + head_dim/2. The sign of
     the rotation is folded into sin, so that rotating is x*cos + roll(x)*sin.
@@ -39,7 +40,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Softmax attention over [B, heads, T, head_dim]; causal unless a mask says more.
+    """Compute softmax attention over [B, heads, T, head_dim], causal unless a mask is given.
 
     The library's kernel everywhere but for short bfloat16 sequences on a CPU,
     where two GEMMs and a softmax took 3.9 ms forward + backward against its
@@ -61,7 +62,7 @@ class Attention(nn.Module):
     """Causal multi-head attention with RoPE; no biases, no dropout.
 
     Q, K and V are one matrix [3 * d_model, d_model], so one GEMM; only its V
-    rows take the initialisation gain beta (see `deeploop.model.looplm.init_weights`).
+    rows take the initialisation gain beta (see `deeploop.model.init`).
     """
 
     def __init__(self, d_model: int, n_heads: int, qk_norm: bool, eps: float):
@@ -71,18 +72,17 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(d_model, 3 * d_model, bias=False)
         self.out = nn.Linear(d_model, d_model, bias=False)
 
-    def forward(self, n: Tensor, place: AttentionContext) -> Tensor:
-        """n: [B, T, d_model] -> [B, T, d_model]."""
+    def forward(self, n: Tensor, context: AttentionContext) -> Tensor:
+        """Map n [B, T, d_model] -> [B, T, d_model]."""
         B, T, d = n.shape
         qkv = self.qkv(n).view(B, T, 3 * self.n_heads, self.head_dim)
         qk, v = qkv.split((2 * self.n_heads, self.n_heads), dim=2)
         if self.qk_norm:
             qk = F.rms_norm(qk, (self.head_dim,), eps=self.eps).to(v.dtype)
-        q, k = rotate(qk, place.cos, place.sin).transpose(1, 2).chunk(2, dim=1)
+        q, k = rotate(qk, context.cos, context.sin).transpose(1, 2).chunk(2, dim=1)
         v = v.transpose(1, 2)
         mask = None
-        if place.cache is not None:
-            mask = place.cache.mask(T, n.device)
-            k, v = place.cache.append(place.slot, k, v)
+        if context.cache is not None:
+            k, v, mask = context.cache.update(context.loop, context.block, k, v)
         f = attend(q, k, v, mask)
         return self.out(f.transpose(1, 2).reshape(B, T, d))

@@ -1,12 +1,13 @@
-"""What training costs: FLOPs of a model, and the peaks of the devices it may run on.
+"""Count the floating-point operations of training.
 
-Model FLOPs are those of the matrix products that the loss needs: loops as they run, the
-head once for each loss, attention over all T x T pairs, no recomputation. A token of a
-model of V x d embedding, R loops over K blocks of width d and T tokens a sequence costs
+Model FLOPs are those of the matrix products that the loss needs: loops as they run, the head
+once for each loss, attention over all T x T pairs, no recomputation. A token of a model of
+V x d embedding, R loops over K blocks of width d and T tokens a sequence costs
 
     6 V d + R K (6 * weights of a block + 12 d T)       weights that the token meets
 
-forward and backward together; MFU is that over the device's peak.
+forward and backward together (each block before and after the loops once more); MFU is that
+over the device's peak.
 """
 
 from deeploop.config import Config, ModelConfig
@@ -14,32 +15,45 @@ from deeploop.config.backprop import segments
 
 
 def block_weights(m: ModelConfig) -> int:
-    """Weights of one block's matrices that a token meets in a visit."""
+    """Count the weights of one looped block's matrices that a token meets in a visit."""
     d, e = m.d_model, m.moe
     if not e.experts:
-        return 4 * d * d + 3 * d * m.ff_width
+        return dense_block_weights(m)
     return 4 * d * d + 3 * d * (e.d_expert or d) * (e.top_k + e.shared) + e.experts * d
 
 
+def dense_block_weights(m: ModelConfig) -> int:
+    """Count the weights of one block with a dense SwiGLU: those outside of the loops."""
+    return 4 * m.d_model * m.d_model + 3 * m.d_model * m.ff_width
+
+
 def forward_flops(m: ModelConfig, loops: int) -> float:
-    """Forward FLOPs of one token through some loops, without the head."""
+    """Count the forward FLOPs of one token through some loops, without the head."""
     return loops * m.n_layers * (2 * block_weights(m) + 4 * m.d_model * m.seq_len)
 
 
+def unlooped_flops(m: ModelConfig) -> float:
+    """Count the forward FLOPs of one token through the blocks before and after the loops."""
+    return (m.prelude + m.coda) * (2 * dense_block_weights(m) + 4 * m.d_model * m.seq_len)
+
+
 def weight_flops(m: ModelConfig) -> float:
-    """FLOPs of a token as 6 for each weight it meets, in every loop; attention left out."""
-    return 6 * (m.vocab_size * m.d_model + m.loops * m.n_layers * block_weights(m))
+    """Count 6 FLOPs of a token for each weight it meets, in every loop; attention left out."""
+    blocks = m.loops * m.n_layers * block_weights(m) + (m.prelude + m.coda) * dense_block_weights(m)
+    return 6 * (m.vocab_size * m.d_model + blocks)
 
 
 def flops_per_token(config: Config) -> float:
-    """Model FLOPs of one token of one batch: forward and, where the plan goes, backward.
+    """Count the model FLOPs of one token of one batch, forward and backward.
 
-    Loops that the plan runs without gradient count their forward alone; under `segments`
-    each segment's loss is a pass through the head.
+    Loops that run without gradient count their forward alone; with segments each segment's
+    loss is a pass through the head, and through the blocks after the loops.
     """
     m = config.model
     head = 2 * m.vocab_size * m.d_model
+    unlooped = unlooped_flops(m)
     return sum(
-        forward_flops(m, len(s.ahead)) + 3 * (forward_flops(m, len(s.loops)) + head)
+        forward_flops(m, len(s.no_grad_loops))
+        + 3 * (forward_flops(m, len(s.loops)) + head + unlooped)
         for s in segments(config.train, m.loops)
     )

@@ -1,143 +1,225 @@
-"""LoopLM: a causal language model whose blocks run many times over.
+"""LoopLM: a causal language model whose core blocks run many times over.
 
-Sources: DeepLoop, arXiv 2607.13491 (Eq. 3.1); LOOM, arXiv 2610.01153; the pre-norm
-baseline is the same loop with h + f and no scaling. All but LOOM norm the embedding
-and tie the head to it.
+    e = prelude(embed(tokens))            P blocks, run once
+    s = e
+    for loop in range(R):                 K physical blocks, the same weights in every loop
+        s = rule.start_loop(s, e)
+        for visit in core: s = rule(s, visit.branch(s.n))
+    logits = head(norm(coda(s)))          C blocks, run once
+
+The residual rule (`deeploop.model.residual`) is the one thing that differs between DeepLoop
+(arXiv 2607.13491), LOOM (arXiv 2610.01153) and the pre-norm baseline.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deeploop.config import ModelConfig, Recompute
-from deeploop.model.attention import Attention, AttentionContext, rope_tables
+from deeploop.config import ModelConfig
+from deeploop.config.train import Recompute
+from deeploop.model.attention import AttentionContext, rope_tables
 from deeploop.model.init import init_weights
-from deeploop.model.kv.cache import KVCache, check_cache
-from deeploop.model.mlp import SwiGLU
-from deeploop.model.moe.layer import MoE
-from deeploop.model.recompute import Watch, again
-from deeploop.model.visits import LoopState, Sublayer, Visit, open_loop, update, walk
+from deeploop.model.kv.cache import KVCache
+from deeploop.model.recompute import maybe_checkpoint
+from deeploop.model.residual import residual_rule
+from deeploop.model.state import LoopState, OnVisit, Visit, visits
+from deeploop.model.sublayer import Sublayer, block
 from deeploop.utils.device import autocast_dtype
 from deeploop.utils.errors import InputError
 from deeploop.utils.spans import span
 
 
 class LoopLM(nn.Module):
-    """Embedding, R loops over K blocks, head.
+    """Embedding, prelude, R loops over K blocks, coda, head.
 
-    `forward` returns the final normalised states, not logits, so that a loss
-    can fuse the head (`deeploop.model.loss`); `logits` applies the head.
+    `forward` returns the final normalised states, not logits, so that a loss can fuse the
+    head (`deeploop.model.loss`); `logits` applies the head.
     """
 
     cos: Tensor
     sin: Tensor
+    prelude: Sequence[Sublayer]
+    sublayers: Sequence[Sublayer]  # of the core, 2K
+    coda: Sequence[Sublayer]
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.config = config
-        d, loom = config.d_model, config.residual == "loom"
-        self.embedding = nn.Embedding(config.vocab_size, d)
-        self.untied = nn.Linear(d, config.vocab_size, bias=False) if loom else None
-        self.gain_embedding = None if loom else nn.Parameter(torch.ones(d))
-        self.gain_final = None if loom else nn.Parameter(torch.ones(d))
-        sublayers = []
-        for _ in range(config.n_layers):
-            attention = Attention(d, config.n_heads, config.qk_norm, config.norm_eps)
-            sublayers += [Sublayer(attention, config), Sublayer(feed_forward(config), config)]
-        self.sublayers: Sequence[Sublayer] = nn.ModuleList(sublayers)  # type: ignore[assignment]
+        self.config, self.rule = config, residual_rule(config)
+        d, vocab = config.d_model, config.vocab_size
+        self.norm_embed = nn.RMSNorm(d) if self.rule.norms_embedding else None
+        self.norm_final = nn.RMSNorm(d) if self.rule.final_gain else None
+        self.embed_tokens = nn.Embedding(vocab, d)
+        self.lm_head = None if self.rule.ties_head else nn.Linear(d, vocab, bias=False)
+        self.prelude = self._blocks(config.prelude, looped=False)
+        self.sublayers = self._blocks(config.n_layers)
+        self.coda = self._blocks(config.coda, looped=False)
         cos, sin = rope_tables(config.seq_len, d // config.n_heads, config.rope_base)
         self.register_buffer("cos", cos.float(), persistent=False)
         self.register_buffer("sin", sin.float(), persistent=False)
         init_weights(self)
 
+    def _blocks(self, count: int, looped: bool = True) -> Sequence[Sublayer]:
+        made = [s for _ in range(count) for s in block(self.config, self.rule, looped)]
+        return nn.ModuleList(made)  # type: ignore[return-value]
+
     @property
     def head(self) -> Tensor:
         """The head's matrix [vocab_size, d_model]."""
-        return self.embedding.weight if self.untied is None else self.untied.weight
+        return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    @property
+    def final_gain(self) -> Tensor | None:
+        """Gain [d_model] of the norm before the head; None: all ones."""
+        return None if self.norm_final is None else self.norm_final.weight
+
+    def all_sublayers(self) -> Iterator[Sublayer]:
+        """Yield every physical sublayer, in the order in which a token meets them."""
+        yield from (*self.prelude, *self.sublayers, *self.coda)
 
     def forward(
         self,
         tokens: Tensor,
         loops: int | None = None,
         cache: KVCache | None = None,
-        watch: Watch | None = None,
+        on_visit: OnVisit | None = None,
     ) -> Tensor:
-        """tokens: int64 [B, T] -> final states [B, T, d_model], normalised.
+        """Run all loops: tokens int64 [B, T] -> final states [B, T, d_model], normalised.
 
-        `loops` runs another number of loops than in training; alpha and gamma stay the
-        training ones (LOOM's released code takes gamma of the new number), and loops past
-        the last router take that one. `watch(visit, h)` sees the stream after each visit.
+        Args:
+            tokens: int64 [B, T].
+            loops: a loop count other than in training; alpha and gamma stay the training ones
+                (LOOM's released code takes gamma of the new number), and loops past the last
+                router take that one.
+            cache: keys and values of the tokens before (`new_cache`).
+            on_visit: called with each visit and the stream after it.
+
+        Raises:
+            InputError: fewer than one loop, too long a sequence, or a cache that does not fit.
         """
         loops = self.config.loops if loops is None else loops
         if loops < 1:
             raise InputError(f"loops={loops}: needs at least one loop")
         if cache is not None:
-            check_cache(cache, len(tokens), loops, self.config.n_layers)
-        n = self.run(tokens, range(loops), cache=cache, watch=watch).n
-        assert n is not None
+            cache.check(len(tokens), loops)
+        s = self.run(tokens, range(loops), cache=cache, on_visit=on_visit)
+        n = self.output(s, tokens, cache=cache, on_visit=on_visit)
+        if cache is not None:
+            cache.advance(tokens.shape[1])
         return n
 
     def run(
         self,
         tokens: Tensor,
         loops: range,
-        carried: LoopState | None = None,
+        state: LoopState | None = None,
         *,
         cache: KVCache | None = None,
-        watch: Watch | None = None,
+        on_visit: OnVisit | None = None,
         recompute: Recompute = "none",
+        by_loop: Sequence[Sequence[Sublayer]] | None = None,
     ) -> LoopState:
-        """Some loops of the walk, from what the loops before them left (see `visits.cut`).
+        """Run some loops; returns the state after them, for `output` or for the loops to come.
 
-        The stream's n is the final norm of its h. `recompute` keeps nothing of each visit
-        or loop but its inputs, and runs it again in backward; experts are not chosen again.
+        Args:
+            tokens: int64 [B, T].
+            loops: which loops, counted from 0; the first must follow those that made `state`.
+            state: state after the loops before (`Residual.detach`); None starts from the tokens.
+            recompute: keep only the inputs of each visit or loop for backward, and run it again
+                there; experts are not chosen again.
+            by_loop: other sublayers for each loop, such as copies with gradients of their own.
         """
+        rule, core = self.rule, by_loop or [self.sublayers] * loops.stop
         with span("embedding"):
-            x = self.embed(tokens)
-            dtype = autocast_dtype(x)
-            cos, sin = self.rope(tokens, cache, dtype)
-        c, gain = self.config, self.sublayers[0].gain_in
+            e = self.embed(tokens)
+            rope = self.rope(tokens, cache, autocast_dtype(e))
+        if state is None or (rule.uses_input and self.prelude):
+            start = self._start(e, rope, cache, on_visit)
+            e, s = start.h, start if state is None else state
+        else:
+            s = state
 
-        def visit_one(s: LoopState, visit: Visit, watch: Watch | None) -> LoopState:
-            assert s.n is not None
-            place = AttentionContext(
-                cos, sin, visit.loop * c.n_layers + visit.sublayer_index // 2, cache
-            )
-            with span(visit.part):
-                f = visit.branch(s.n, place)
+        def visit_once(s: LoopState, visit: Visit, on_visit: OnVisit | None) -> LoopState:
+            return self._visit(s, visit, rope, cache, on_visit)
+
+        def loop_once(s: LoopState, loop: int, on_visit: OnVisit | None) -> LoopState:
+            norm = loop + 1 == loops.stop or not rule.starts_fresh
+            first, *rest = visits(core[loop], loop, self.config.prelude, after(loop, norm), norm)
             with span("updates"):
-                s = update(c, s, f, visit)
-            if watch is not None:
-                watch(visit, s.h)
+                s = rule.start_loop(s, e, first)
+            for visit in (first, *rest):
+                s = maybe_checkpoint(visit_once, recompute == "visit")(s, visit, on_visit)
             return s
 
-        def loop_once(s: LoopState, loop: int, watch: Watch | None) -> LoopState:
-            with span("updates"):
-                s = open_loop(c, s, x, loop, gain, dtype)
-            for visit in walk(c, self.sublayers, loop, loop + 1 == loops.stop, self.gain_final):
-                s = again(visit_one, recompute == "visit")(s, visit, watch)
-            return s
+        def after(loop: int, norm: bool) -> Tensor | None:
+            if loop + 1 < loops.stop:
+                return core[loop + 1][0].gain_in if norm else None
+            return self.coda[0].gain_in if self.coda else self.final_gain
 
-        s = LoopState(x) if carried is None else carried
         for loop in loops:
-            s = again(loop_once, recompute == "loop")(s, loop, watch)
-        if cache is not None:
-            cache.advance(tokens.shape[1])
+            s = maybe_checkpoint(loop_once, recompute == "loop")(s, loop, on_visit)
+        return s
+
+    def output(
+        self,
+        s: LoopState,
+        tokens: Tensor,
+        *,
+        cache: KVCache | None = None,
+        on_visit: OnVisit | None = None,
+    ) -> Tensor:
+        """Turn the state after the last loop into final normalised states, through the coda."""
+        if self.coda:
+            rope = self.rope(tokens, cache, s.normed.dtype)
+            first = self.config.prelude + self.config.n_layers
+            for visit in visits(self.coda, None, first, self.final_gain):
+                s = self._visit(s, visit, rope, cache, on_visit)
+        return s.normed
+
+    def _start(
+        self,
+        e: Tensor,
+        rope: tuple[Tensor, Tensor],
+        cache: KVCache | None,
+        on_visit: OnVisit | None,
+    ) -> LoopState:
+        """Return the state before the first loop: the embedding, through the prelude."""
+        s = LoopState(e)
+        if not self.prelude:
+            return s
+        n = F.rms_norm(e, e.shape[-1:], self.prelude[0].gain_in, self.config.norm_eps)
+        s = s._replace(n=n.to(autocast_dtype(e)))
+        for visit in visits(self.prelude, None, 0, self.sublayers[0].gain_in):
+            s = self._visit(s, visit, rope, cache, on_visit)
+        return s
+
+    def _visit(
+        self,
+        s: LoopState,
+        visit: Visit,
+        rope: tuple[Tensor, Tensor],
+        cache: KVCache | None,
+        on_visit: OnVisit | None,
+    ) -> LoopState:
+        """Run one visit: the branch, then the residual rule with the following norm."""
+        with span(visit.sublayer.kind):
+            f = visit.branch(s.normed, AttentionContext(*rope, visit.loop, visit.block, cache))
+        with span("updates"):
+            s = self.rule(s.with_routing(f), f, visit)
+        if on_visit is not None:
+            on_visit(visit, s.h)
         return s
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """The stream at the start [B, T, d_model], float32: of mean square 1 at initialisation."""
-        x = self.embedding(tokens)
-        if self.config.residual == "loom":
-            return x / self.config.embed_std
-        return F.rms_norm(x, x.shape[-1:], self.gain_embedding, self.config.norm_eps)
+        """Embed tokens [B, T] -> [B, T, d_model] float32, of mean square 1 at initialisation."""
+        gain = None if self.norm_embed is None else self.norm_embed.weight
+        return self.rule.embed(self.embed_tokens(tokens), gain)
 
     def rope(
         self, tokens: Tensor, cache: KVCache | None, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """Rows of the RoPE tables for these tokens' positions, in the branches' dtype."""
+        """Return cos and sin [T, 1, head_dim] for these tokens' positions."""
         start = 0 if cache is None else cache.length
         end = start + tokens.shape[1]
         limit = self.config.seq_len if cache is None else cache.max_len
@@ -146,36 +228,16 @@ class LoopLM(nn.Module):
         return self.cos[start:end].to(dtype), self.sin[start:end].to(dtype)
 
     def logits(self, n: Tensor) -> Tensor:
-        """Final states [..., d_model] -> logits [..., vocab_size]."""
+        """Apply the head: final states [..., d_model] -> logits [..., vocab_size]."""
         return F.linear(n, self.head)
 
     def new_cache(self, batch: int, max_len: int, loops: int | None = None) -> KVCache:
-        """An empty cache for `batch` sequences of up to `max_len` tokens."""
-        c = self.config
-        slots = c.n_layers * (c.loops if loops is None else loops)
-        head_dim = c.d_model // c.n_heads
-        return KVCache(slots, batch, c.n_heads, max_len, head_dim, like=self.embedding.weight)
-
-
-def feed_forward(config: ModelConfig) -> SwiGLU | MoE:
-    """The second sublayer of a block: experts where the model has any."""
-    m, d = config.moe, config.d_model
-    if not m.experts:
-        return SwiGLU(d, config.ff_width)
-    return MoE(
-        d,
-        n_experts=m.experts,
-        top_k=m.top_k,
-        d_expert=m.d_expert or d,
-        n_shared=m.shared,
-        n_routers=config.loops if m.router_per_loop else 1,
-        capacity_factor=m.capacity_factor,
-        backend=m.backend,
-    )
+        """Make an empty cache for `batch` sequences of up to `max_len` tokens."""
+        return KVCache(self.config, batch, max_len, loops, like=self.embed_tokens.weight)
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Parameters in distinct storages: weights shared by visits count once."""
+    """Count parameters in distinct storages: weights shared by visits count once."""
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in model.parameters()}
     sizes = {p.untyped_storage().data_ptr(): p.element_size() for p in model.parameters()}
     return sum(s.nbytes() // sizes[ptr] for ptr, s in storages.items())

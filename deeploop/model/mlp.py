@@ -14,7 +14,7 @@ class SwiGLU(nn.Module):
         self.gate_up = nn.Linear(d_model, 2 * d_ff, bias=False)
         self.out = nn.Linear(d_ff, d_model, bias=False)
 
-    def forward(self, n: Tensor, place: AttentionContext) -> Tensor:
-        """n: [B, T, d_model] -> [B, T, d_model]."""
+    def forward(self, n: Tensor, context: AttentionContext | None = None) -> Tensor:
+        """Map n [B, T, d_model] -> [B, T, d_model]; the context is attention's and not read."""
         gate, up = self.gate_up(n).chunk(2, dim=-1)
         return self.out(F.silu(gate) * up)

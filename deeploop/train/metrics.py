@@ -1,4 +1,4 @@
-"""What a run reports of itself: its speed, its residual stream, the loads of its experts."""
+"""Measure a training step: losses, gradient norm, the residual stream, the experts' loads."""
 
 from typing import Any
 
@@ -9,114 +9,127 @@ from torch import Tensor
 from deeploop.config.backprop import Segment
 from deeploop.model.looplm import LoopLM
 from deeploop.model.moe.layer import MoE
-from deeploop.model.recompute import Watch
-from deeploop.model.visits import Visit
-from deeploop.train.backprop import Piece
+from deeploop.model.state import OnVisit, Visit
+from deeploop.train.backprop import SegmentResult
 from deeploop.utils.distributed import Ranks
 
 
 def rms(h: Tensor) -> Tensor:
+    """Return the root mean square of all values of h, float32, without gradient."""
     return h.detach().float().square().mean().sqrt()
 
 
-def watch_loops(seen: list[Tensor], model: LoopLM) -> Watch:
-    """A `watch` for LoopLM.forward that appends the stream's RMS at each loop's end."""
+def record_loop_rms(values: list[Tensor]) -> OnVisit:
+    """Make an `on_visit` that appends the stream's RMS at each loop's end."""
 
-    def watch(visit: Visit, h: Tensor) -> None:
-        if visit.sublayer_index + 1 == len(model.sublayers):
-            seen.append(rms(h))
+    def on_visit(visit: Visit, h: Tensor) -> None:
+        if visit.ends_loop:
+            values.append(rms(h))
 
-    return watch
+    return on_visit
 
 
 @torch.no_grad()
 def largest_rms(model: LoopLM, tokens: Tensor) -> str:
-    """The visit whose stream is largest, not finite counting as largest of all."""
+    """Name the visit with the largest RMS of the stream; NaN counts as larger than any number."""
     seen: list[tuple[float, Visit]] = []
-    model(tokens, watch=lambda visit, h: seen.append((rms(h).item(), visit)))
+    model(tokens, on_visit=lambda visit, h: seen.append((rms(h).item(), visit)))
     value, visit = max(seen, key=lambda s: float("inf") if s[0] != s[0] else s[0])
     kind = type(visit.sublayer.branch).__name__
-    return f"loop {visit.loop + 1}, sublayer {visit.sublayer_index + 1} ({kind}), RMS {value:.3g}"
+    place = "outside the loops" if visit.loop is None else f"loop {visit.loop + 1}"
+    return f"{place}, sublayer {visit.sublayer_index + 1} ({kind}), RMS {value:.3g}"
 
 
 class StepMetrics:
-    """A step's figures, on the device until someone reads them."""
+    """Figures of one step, on the device until they are read.
 
-    def __init__(self, model: LoopLM, watching: bool):
-        self.model, self.watching = model, watching
-        self.losses: dict[int, Tensor] = {}  # by the loop a segment ends at
+    Attributes:
+        losses: by the loop that a segment ends at, its mean cross-entropy, nats per token.
+        grad_norm: of the last optimizer step, before clipping.
+        loads: int64 [loops, n_layers, experts], tokens sent to each expert; None without experts.
+        nonfinite: bool scalar; a loss, a gradient or an expert's bias was not finite.
+    """
+
+    def __init__(self, model: LoopLM, observe: bool = False):
+        self.config, self.observe = model.config, observe
+        self.losses: dict[int, Tensor] = {}
         self.z: Tensor | None = None
         self.z_visits: dict[int, int] = {}  # with gradient, in the segment that ends there
-        self.loads: Tensor | None = None  # int64 [loops, n_layers, experts]
+        self.loads: Tensor | None = None
         self.dropped: Tensor | None = None  # slots over their expert's capacity
         self.rms: list[Tensor] = []
-        self.seen: set[Segment] = set()
+        self.observed: set[Segment] = set()
         self.grad_norm = torch.zeros(())
+        moes = [s.branch for s in model.sublayers if isinstance(s.branch, MoE)]
+        self.moe = moes[0] if moes else None
+        device = model.embed_tokens.weight.device
+        self.nonfinite = torch.zeros((), dtype=torch.bool, device=device)
 
-    def watch(self, segment: Segment) -> Watch | None:
-        """Collects the stream's RMS by loop, on the first micro-batch of each segment."""
-        if not self.watching or segment in self.seen:
+    def on_visit(self, segment: Segment) -> OnVisit | None:
+        """Return an `on_visit` for the first micro-batch of each segment; None if not observing."""
+        if not self.observe or segment in self.observed:
             return None
-        self.seen.add(segment)
-        return watch_loops(self.rms, self.model)
+        self.observed.add(segment)
+        return record_loop_rms(self.rms)
 
-    def add(self, segment: Segment, piece: Piece, n_tokens: int) -> None:
-        """Count what a segment left of one micro-batch of n_tokens."""
-        end = segment.loops.stop
-        self.losses[end] = self.losses.get(end, 0) + piece.loss
-        if piece.z is not None:
-            visits = len(segment.loops) * self.model.config.n_layers
-            self.z = piece.z if self.z is None else self.z + piece.z
-            self.z_visits[end] = visits
-        if piece.loads:
-            c = self.model.config
-            loads = torch.stack(piece.loads).view(-1, c.n_layers, c.moe.experts)
+    def check(self, values: Tensor) -> None:
+        """Note whether any of the values is not finite, without waiting for the device."""
+        self.nonfinite |= ~torch.isfinite(values).all()
+
+    def add(self, segment: Segment, result: SegmentResult, n_tokens: int) -> None:
+        """Add a segment's figures of one micro-batch of n_tokens."""
+        end, c = segment.loops.stop, self.config
+        self.losses[end] = self.losses.get(end, 0) + result.loss
+        if result.z is not None:
+            self.z = result.z if self.z is None else self.z + result.z
+            self.z_visits[end] = len(segment.loops) * c.n_layers
+        if result.expert_loads and self.moe is not None:
+            loads = torch.stack(result.expert_loads).view(-1, c.n_layers, c.moe.experts)
             if self.loads is None:
                 self.loads = loads.new_zeros(c.loops, *loads.shape[1:])
             self.loads[end - len(loads) : end] += loads
-            cap = next(m.capacity(n_tokens) for m in self.model.modules() if isinstance(m, MoE))
-            if cap is not None:
-                over = (loads - cap).clamp_min(0).sum()
+            capacity = self.moe.capacity(n_tokens)
+            if capacity is not None:
+                over = (loads - capacity).clamp_min(0).sum()
                 self.dropped = over if self.dropped is None else self.dropped + over
 
     def gather(self, ranks: Ranks) -> None:
-        """Sum over the ranks what each saw of the batch."""
+        """Sum over the ranks the figures that each has of its share of the batch."""
         z = [] if self.z is None else [self.z]
         counts = [x for x in (self.loads, self.dropped) if x is not None]
         ranks.all_reduce_([*self.losses.values(), *z, *counts])
 
-    def total(self) -> Tensor:
-        """Sum of the segments' losses."""
+    def total_loss(self) -> Tensor:
+        """Return the sum of the segments' losses."""
         return torch.stack(list(self.losses.values())).sum()
 
     def figures(self) -> dict[str, Any]:
-        """What is logged; waits for the device.
+        """Return the logged figures; waits for the device.
 
-        loss is the last segment's, in nats per token: with a step per segment the
-        optimizer has by then stepped on this very batch, so that plans compare by
-        held-out loss alone. grad_norm is that of the last step, before clipping; z the
-        mean over visits of the z-loss term, without its weight.
+        loss is the last segment's, in nats per token: with a step per segment the optimizer
+        has then already stepped on this batch, so compare backprop plans by held-out loss.
+        z is the mean over visits of the z-loss term, without its weight.
         """
         losses = [loss.item() for loss in self.losses.values()]
-        found: dict[str, Any] = {
+        figures: dict[str, Any] = {
             "loss": losses[-1],
             "grad_norm": self.grad_norm.item(),
             "residual_rms": torch.stack(self.rms).tolist(),
         }
         if len(losses) > 1:
-            found["segment_losses"] = losses
+            figures["segment_losses"] = losses
         if self.z is not None:
-            found["z"] = self.z.item() / sum(self.z_visits.values())
+            figures["z"] = self.z.item() / sum(self.z_visits.values())
         if self.loads is not None:
-            found["router_overlap"] = overlap(self.loads).tolist()
-            found["load_spread"] = spread(self.loads).tolist()
+            figures["router_overlap"] = router_overlap(self.loads).tolist()
+            figures["load_spread"] = load_spread(self.loads).tolist()
         if self.loads is not None and self.dropped is not None:
-            found["dropped"] = (self.dropped / self.loads.sum()).item()
-        return found
+            figures["dropped"] = (self.dropped / self.loads.sum()).item()
+        return figures
 
 
-def overlap(loads: Tensor) -> Tensor:
-    """Cosine between loops of the experts' loads, mean over layers: [loops, loops].
+def router_overlap(loads: Tensor) -> Tensor:
+    """Return the cosine between loops of the experts' loads, mean over layers: [loops, loops].
 
     loads: int64 [loops, n_layers, experts]. 1 where two loops send tokens to the same
     experts (LOOM's Fig. 4: .88-1.00 with a shared router).
@@ -125,8 +138,8 @@ def overlap(loads: Tensor) -> Tensor:
     return torch.einsum("sme,tme->st", unit, unit) / loads.shape[1]
 
 
-def spread(loads: Tensor) -> Tensor:
-    """Standard deviation of the experts' loads over their mean, by loop: [loops].
+def load_spread(loads: Tensor) -> Tensor:
+    """Return the standard deviation of the experts' loads over their mean, by loop: [loops].
 
     loads: int64 [loops, n_layers, experts]; mean over layers. 0 is even,
     sqrt(experts / top_k - 1) is every token to the same top_k experts.

@@ -10,7 +10,10 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from deeploop.config import Config, entries
+from deeploop.config import Config
+from deeploop.config.backprop import optimizer_steps
+from deeploop.config.fields import entries
+from deeploop.config.model import RESIDUALS
 from deeploop.data.corpus import Corpus, load_corpus
 from deeploop.data.ngrams import ngram_bits
 from deeploop.model.looplm import count_parameters
@@ -65,12 +68,11 @@ def check_compiler() -> None:
 
 
 def describe(trainer: Trainer) -> list[str]:
-    """The log's first lines: what runs, and on which paths."""
+    """Return the log's first lines: the model, the data and the implementations that run."""
     c, m = trainer.config, trainer.config.model
     kernels = "Triton kernels" if trainer.device.type == "cuda" else "closed forms in PyTorch"
-    scale = f", alpha {m.alpha:.3f}, beta {m.beta:.4f}" if m.exponent is not None else ""
-    if m.residual == "loom":
-        scale = f", gamma {m.gamma:.5f}, g_2 {m.injection(1):.4f}"
+    scales = trainer.model.rule.describe()
+    scale = f", {scales}" if scales else ""
     experts = ""
     if m.moe.experts:
         e = m.moe
@@ -82,92 +84,87 @@ def describe(trainer: Trainer) -> list[str]:
         f"paths    {device_name(trainer.device)}, {c.train.precision}; updates: {kernels}; "
         f"attention: PyTorch{experts}; loss: chunked cross-entropy"
         f"{'; branches compiled' if c.train.compile else ''}",
-        f"plan     {describe_plan(trainer)}",
+        f"backprop {describe_backprop(trainer)}",
         *(f"unused   {name}" for name in without_effect(c)),
         f"run      {trainer.folder}",
     ]
 
 
 def without_effect(config: Config) -> list[str]:
-    """Fields that were set, though another field leaves nothing for them to act on."""
+    """Return a line for each field that was set but that another field leaves without effect."""
     m, t = config.model, config.train
-    idle = {
-        "model.loom.": (m.loom, m.residual != "loom", f"model.residual={m.residual}"),
-        "model.moe.": (m.moe, not m.moe.experts, "model.moe.experts=0"),
-    }
-    said = [
-        f"{e.name}={e.value}: no effect with {why}"
-        for prefix, (part, off, why) in idle.items()
-        if off
-        for e, own in zip(entries(part, prefix), entries(type(part)()), strict=True)
-        if e.value != own.value
+    sections = {choice.section for choice in RESIDUALS.values()} - {None}
+    unused = sections - {RESIDUALS[m.residual].section}
+    reasons = {name: f"model.residual={m.residual}" for name in sorted(unused)}
+    if not m.moe.experts:
+        reasons["moe"] = "model.moe.experts=0"
+    lines = [
+        f"{e.name}={e.value}: no effect with {reason}"
+        for name, reason in reasons.items()
+        for e, default in zip(
+            entries(getattr(m, name), f"model.{name}."),
+            entries(type(getattr(m, name))()),
+            strict=True,
+        )
+        if e.value != default.value
     ]
     if t.backprop == "full" and t.backprop_loops != type(t)().backprop_loops:
-        said.append(f"train.backprop_loops={t.backprop_loops}: no effect with train.backprop=full")
-    return said
+        lines.append(f"train.backprop_loops={t.backprop_loops}: no effect with train.backprop=full")
+    return lines
 
 
-def describe_plan(trainer: Trainer) -> str:
-    """How far gradients go, how often the optimizer steps, what is run again."""
-    t, steps = trainer.config.train, len(trainer.rounds)
-    loops = trainer.config.model.loops
-    spans = [f"{s.loops.start + 1}-{s.loops.stop}" for part in trainer.rounds for s in part]
-    said = {
+def describe_backprop(trainer: Trainer) -> str:
+    """Return how far gradients go, how often the optimizer steps, what is recomputed."""
+    t, loops = trainer.config.train, trainer.config.model.loops
+    groups = optimizer_steps(t, loops)
+    steps = len(groups)
+    spans = [f"{s.loops.start + 1}-{s.loops.stop}" for group in groups for s in group]
+    line = {
         "full": "full",
         "segments": f"segments: loops {', '.join(spans)}",
         "last": f"last: gradients through loops {spans[0]} of {loops}",
     }[t.backprop]
-    said += f"; {steps} optimizer step{'s' if steps > 1 else ''} a batch"
+    line += f"; {steps} optimizer step{'s' if steps > 1 else ''} a batch"
     if t.recompute != "none":
-        said += f", each {t.recompute} run again in backward"
-    return said + (f", {trainer.ranks.world} ranks" if trainer.ranks.world > 1 else "")
+        line += f", each {t.recompute} run again in backward"
+    return line + (f", {trainer.ranks.world} ranks" if trainer.ranks.world > 1 else "")
 
 
-# What may change between a checkpoint and its continuation.
-FREE = {
-    "out", "steps", "lr", "schedule", "warmup", "decay", "min_lr", "weight_decay", "beta1", "beta2",
-    "clip", "micro_batch", "recompute", "device", "compile", "log_every", "eval_every",
-    "eval_tokens", "save_every", "keep",
-}  # fmt: skip
-
-
-def check_same(wanted: Config, found: checkpoint.Checkpoint) -> None:
+def check_same(wanted: Config, ckpt: checkpoint.Checkpoint) -> None:
     """Refuse to go on with another model, corpus, batch or seed than the checkpoint's."""
     new = {entry.name: entry.value for entry in entries(wanted)}
-    for name, value, *_ in entries(found.config):
-        part, _, field = name.partition(".")
-        free = name in ("preset", "model.moe.backend") or (part == "train" and field in FREE)
-        if new[name] != value and not free:
+    for entry in entries(ckpt.config):
+        if new[entry.name] != entry.value and not entry.may_change:
             raise InputError(
-                f"{name}={new[name]}: the checkpoint {found.path} was trained with "
-                f"{value}; leave it out to go on with that"
+                f"{entry.name}={new[entry.name]}: the checkpoint {ckpt.path} was trained with "
+                f"{entry.value}; leave it out to go on with that"
             )
-    if wanted.train.steps < found.step:
+    if wanted.train.steps < ckpt.step:
         raise InputError(
-            f"train.steps={wanted.train.steps}: the checkpoint is already at step {found.step}"
+            f"train.steps={wanted.train.steps}: the checkpoint is already at step {ckpt.step}"
         )
 
 
-def check_newest(found: checkpoint.Checkpoint) -> None:
+def check_newest(ckpt: checkpoint.Checkpoint) -> None:
     """Refuse to go on in place from a checkpoint that newer ones stand beside.
 
     They and the metrics would be of another past than the run's.
     """
-    newest = checkpoint.steps(found.run)[-1]
-    if newest.name != found.path.name:
+    newest = checkpoint.steps(ckpt.run)[-1]
+    if newest.name != ckpt.path.name:
         raise InputError(
-            f"checkpoint {found.path}: the run is already at {newest.name}; give --out to go on "
+            f"checkpoint {ckpt.path}: the run is already at {newest.name}; give --out to go on "
             "from here in a new folder, or delete the newer ones"
         )
 
 
-def check_same_corpus(corpus: Corpus, found: checkpoint.Checkpoint) -> None:
+def check_same_corpus(corpus: Corpus, ckpt: checkpoint.Checkpoint) -> None:
     """Refuse to go on where the text under the run is no longer the one it began with."""
-    before = read_corpus_file(found.run)
+    before = read_corpus_file(ckpt.run)
     now = corpus_identity(corpus)
     if any(before.get(name) != value for name, value in now.items()):
         raise InputError(
-            f"data.path={found.config.data.path!r}: changed since the run {found.run} began "
+            f"data.path={ckpt.config.data.path!r}: changed since the run {ckpt.run} began "
             f"({before.get('train_tokens')} training tokens then, {now['train_tokens']} now); "
             "restore it or start a new run"
         )
@@ -206,7 +203,7 @@ def open_corpus(config: Config) -> Corpus:
 def open_run(
     config: Config,
     console: Console,
-    found: checkpoint.Checkpoint | None = None,
+    ckpt: checkpoint.Checkpoint | None = None,
     ranks: Ranks = Ranks(),  # noqa: B008
     check: Callable[[Config], None] | None = None,
 ) -> Trainer:
@@ -219,20 +216,20 @@ def open_run(
     config = resolve(config, corpus, ranks)
     if check is not None:
         check(config)
-    if found is not None:
-        check_same(config, found)
-        check_same_corpus(corpus, found)
+    if ckpt is not None:
+        check_same(config, ckpt)
+        check_same_corpus(corpus, ckpt)
     floors = ngram_floors(corpus) if ranks.is_main else {}
-    new = found is None or not same_folder(config.train.out, found.run)
-    if found is not None and not new:
-        check_newest(found)
+    new = ckpt is None or not same_folder(config.train.out, ckpt.run)
+    if ckpt is not None and not new:
+        check_newest(ckpt)
     if ranks.is_main:
-        folder = choose_run_folder(config) if found is None or new else found.run
+        folder = choose_run_folder(config) if ckpt is None or new else ckpt.run
     else:
         folder = Path(config.train.out)  # which only the first rank writes to
     trainer = Trainer(config, corpus, floors, folder, console, ranks)
-    if found is not None:
-        trainer.restore(found)
+    if ckpt is not None:
+        trainer.restore(ckpt)
     if ranks.is_main:
         begin(trainer, new)
     return trainer

@@ -1,4 +1,4 @@
-"""The trainer: forward, backward, clip, step; log, validate, save, resume.
+"""Train a run: step, log, validate, save, and end whole on a signal.
 
 One process, or one of several that share each batch (see `deeploop.utils.distributed`).
 """
@@ -18,20 +18,17 @@ from rich.console import Console
 from torch import Tensor
 
 from deeploop.config import Config
-from deeploop.config.backprop import Segment, rounds
 from deeploop.data.batches import train_batch
 from deeploop.data.corpus import Corpus
 from deeploop.eval.generate import sample
 from deeploop.eval.validate import bits_per_byte, validate
 from deeploop.model.looplm import LoopLM, count_parameters
-from deeploop.model.moe.layer import MoE, update_router_bias_
-from deeploop.model.visits import LoopState
 from deeploop.runs import checkpoint
 from deeploop.runs.metrics_file import MetricsFile
-from deeploop.train.backprop import backward
 from deeploop.train.metrics import StepMetrics, largest_rms
-from deeploop.train.optim import adamw, clip_gradients, learning_rate, step_if_finite
+from deeploop.train.optim import adamw, learning_rate
 from deeploop.train.progress import ProgressBar
+from deeploop.train.step import train_step
 from deeploop.train.throughput import Speed
 from deeploop.utils.device import autocast, device_name, peak_memory
 from deeploop.utils.disk import write_json
@@ -44,7 +41,7 @@ PATIENCE = 2.0  # seconds after a signal before a second SIGINT means it
 
 
 class Trainer:
-    """One run: everything that `fit` needs, and where it stands."""
+    """One run: its model, optimizer, corpus and folder, and the number of steps done."""
 
     def __init__(
         self,
@@ -64,21 +61,21 @@ class Trainer:
         if config.train.compile:
             # Branches only: updates are single kernels already, and no graph
             # then depends on the number of loops.
-            for sublayer in self.model.sublayers:
+            for sublayer in self.model.all_sublayers():
                 sublayer.branch.compile()
-        self.rows = ranks.local_rows(config.train.batch_size)
-        self.micro = config.train.micro_batch or len(self.rows)
-        self.rounds = rounds(config.train, config.model.loops)
-        self.lock = contextlib.ExitStack()  # what holds the folder; let go when fit ends
+        self.sequences = ranks.local_rows(config.train.batch_size)
+        self.micro = config.train.micro_batch or len(self.sequences)
+        self.lock = contextlib.ExitStack()  # holds the lock on the run folder until fit ends
         self.done = 0
         self.validated = -1, math.nan  # at which step, to how many nats per token
-        self.bad = torch.zeros((), dtype=torch.bool, device=self.device)
+        self.nonfinite = torch.zeros((), dtype=torch.bool, device=self.device)
         self.speed = Speed(config.train.batch_size * config.model.seq_len)
 
-    def restore(self, found: checkpoint.Checkpoint) -> None:
-        checkpoint.load_model(found, self.model)
-        checkpoint.load_optimizer(found, self.optimizer)
-        self.done = found.step
+    def restore(self, ckpt: checkpoint.Checkpoint) -> None:
+        """Load weights, optimizer state and step of a checkpoint; raises InputError on a misfit."""
+        checkpoint.load_model(ckpt, self.model)
+        checkpoint.load_optimizer(ckpt, self.optimizer)
+        self.done = ckpt.step
 
     def fit(self) -> dict[str, Any]:
         """Train to the last step, or to the signal that stops it; returns the summary."""
@@ -86,7 +83,7 @@ class Trainer:
             return self.summary(self.run_steps())
 
     def run_steps(self) -> int | None:
-        """The steps that are left; returns the signal that ended them early, if one did."""
+        """Take the steps that are left; returns the signal that ended them early, or None."""
         t = self.config.train
         self.metrics = MetricsFile(self.folder, self.done, write=self.ranks.is_main)
         with stop_signals() as stopped, ProgressBar(self.console, t.steps, self.done) as live:
@@ -95,12 +92,11 @@ class Trainer:
             ended = self.ranks.any_rank(bool(stopped))
             while self.done < t.steps and not ended:
                 logging = due(self.done + 1, t.log_every, t.steps)
-                tally = self.step(watch=logging)
-                self.done += 1
+                metrics = self.step(observe=logging)
                 live.step(self.done)
                 self.speed.count()
                 if logging:
-                    self.log(tally)
+                    self.log(metrics)
                 if due(self.done, t.eval_every, t.steps):
                     self.evaluate()
                 if due(self.done, t.save_every, t.steps):
@@ -111,63 +107,25 @@ class Trainer:
                 self.save()
         return (stopped or [signal.SIGTERM])[0] if ended else None
 
-    def step(self, watch: bool) -> StepMetrics:
-        """One pass over the batch: an optimizer step for each round of segments."""
+    def step(self, observe: bool = False) -> StepMetrics:
+        """Take the next step of the run (`deeploop.train.step`)."""
         with span("data"):
             inputs, targets = self.batch()
-            micros = [
+            micro_batches = [
                 (self.send(x), self.send(y))
                 for x, y in zip(inputs.split(self.micro), targets.split(self.micro), strict=True)
             ]
-        states: list[LoopState | None] = [None] * len(micros)
-        tally = StepMetrics(self.model, watch)
-        for part in self.rounds:
-            for i, (x, y) in enumerate(micros):
-                carried = self.accumulate(part, x, y, states[i], tally)
-                # Kept for the next round alone: a stream for each micro-batch is no trifle.
-                states[i] = None if part is self.rounds[-1] else carried
-            self.optimize(tally)
-        self.balance(tally)
-        return tally
-
-    def accumulate(
-        self,
-        part: list[Segment],
-        x: Tensor,
-        y: Tensor,
-        carried: LoopState | None,
-        tally: StepMetrics,
-    ) -> LoopState | None:
-        """Gradients of some segments on one micro-batch."""
-        for segment in part:
-            piece = backward(self.model, self.config, segment, x, y, carried, tally.watch(segment))
-            tally.add(segment, piece, x.numel())
-            carried = piece.carried
-        return carried
-
-    def optimize(self, tally: StepMetrics) -> None:
-        """One optimizer step on the gradients of all ranks; none where they are not finite."""
-        self.ranks.all_reduce_(p.grad for p in self.model.parameters() if p.grad is not None)
-        t = self.config.train
-        with span("optimizer"):
-            tally.grad_norm = clip_gradients(self.model, t.clip)
-            self.bad |= ~torch.isfinite(tally.grad_norm)
-            step_if_finite(self.optimizer, tally.grad_norm, learning_rate(self.done, t))
-            self.optimizer.zero_grad(set_to_none=True)
-
-    def balance(self, tally: StepMetrics) -> None:
-        """Sum the step's figures over the ranks, and move the experts' biases by their load."""
-        tally.gather(self.ranks)
-        self.bad |= ~torch.isfinite(tally.total())
-        lr = self.config.model.moe.balance_lr
-        experts = [s.branch for s in self.model.sublayers if isinstance(s.branch, MoE)]
-        if tally.loads is None or not lr:
-            return
-        for moe, load in zip(experts, tally.loads.sum(0), strict=True):
-            update_router_bias_(moe.bias, load * ~self.bad, lr)
-            self.bad |= ~torch.isfinite(moe.bias).all()  # it steers the choice: no loss would tell
+        lr = learning_rate(self.done, self.config.train)
+        metrics = train_step(
+            self.model, self.optimizer, self.config, micro_batches, lr,
+            ranks=self.ranks, observe=observe,
+        )  # fmt: skip
+        self.nonfinite |= metrics.nonfinite
+        self.done += 1
+        return metrics
 
     def batch(self) -> tuple[Tensor, Tensor]:
+        """Return this rank's sequences of the next batch: tokens and targets, int64 [B, T]."""
         t = self.config.train
         return train_batch(
             self.corpus.train,
@@ -175,20 +133,22 @@ class Trainer:
             step=self.done,
             global_batch=t.batch_size,
             seq_len=self.config.model.seq_len,
-            rows=self.rows,
+            rows=self.sequences,
         )
 
     def send(self, x: Tensor) -> Tensor:
+        """Copy a tensor to the run's device, without waiting on CUDA."""
         if self.device.type == "cuda":
             x = x.pin_memory()
         return x.to(self.device, non_blocking=True)
 
-    def log(self, tally: StepMetrics) -> None:
+    def log(self, metrics: StepMetrics) -> None:
+        """Write a step's figures to metrics.jsonl and the progress line."""
         self.check_finite()
         t = self.config.train
         rate = self.speed.rate()
         lr, memory = learning_rate(self.done - 1, t), peak_memory(self.device)
-        figures = tally.figures()
+        figures = metrics.figures()
         self.metrics.write(
             step=self.done, lr=lr, tokens_per_second=rate, memory_gib=memory, **figures
         )
@@ -201,7 +161,7 @@ class Trainer:
         )
 
     def evaluate(self) -> float:
-        """Validate and write it down; returns nats per held-out token."""
+        """Validate and log the loss; returns nats per held-out token."""
         self.check_finite()
         t = self.config.train
         with self.speed.paused():
@@ -216,6 +176,7 @@ class Trainer:
         return loss
 
     def save(self) -> None:
+        """Write a checkpoint and delete old ones; raises Diverged instead if a loss was not finite."""
         self.check_finite()
         if not self.ranks.is_main:
             return
@@ -225,7 +186,7 @@ class Trainer:
 
     def check_finite(self) -> None:
         """Raise Diverged once a loss or gradient was not finite, naming the worst visit."""
-        if not self.bad:
+        if not self.nonfinite:
             return
         worst = largest_rms(self.model, self.batch()[0][: self.micro].to(self.device))
         kept = checkpoint.steps(self.folder)
@@ -237,7 +198,7 @@ class Trainer:
         )
 
     def summary(self, stopped_by: int | None) -> dict[str, Any]:
-        """Finish the run's folder: summary.json and the plots."""
+        """Write summary.json and the plots; returns the summary."""
         values: dict[str, Any] = {"step": self.done, "steps": self.config.train.steps}
         if stopped_by is not None:
             values["stopped_by"] = signal.Signals(stopped_by).name
@@ -265,7 +226,7 @@ class Trainer:
         return values
 
     def sample(self) -> str | None:
-        """Held-out text, continued by the model."""
+        """Continue held-out text with the model; None without a tokenizer."""
         tokenizer = self.corpus.tokenizer
         if tokenizer is None:
             return None
@@ -279,7 +240,7 @@ class Trainer:
 
 
 def due(step: int, every: int, last: int) -> bool:
-    """Whether `step` ends a period of `every` steps; the last step always does."""
+    """Return whether `step` ends a period of `every` steps; the last step always does."""
     return step == last or (every > 0 and step % every == 0)
 
 
@@ -287,7 +248,7 @@ def due(step: int, every: int, last: int) -> bool:
 def stop_signals() -> Iterator[list[int]]:
     """Collect SIGINT and SIGTERM, so that a step ends whole.
 
-    A second SIGINT interrupts at once, but not one that comes on the heels of the first:
+    A second SIGINT interrupts at once, but not one within 2 seconds of the first:
     torchrun sends its ranks a SIGINT, then a SIGTERM, and timeout sends both to both.
     """
     got: list[int] = []

@@ -29,11 +29,11 @@ class Ranks(NamedTuple):
     world: int = 1
 
     @property
-    def lead(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this one writes files and speaks."""
         return self.rank == 0
 
-    def rows(self, batch: int) -> range:
+    def local_rows(self, batch: int) -> range:
         """Its rows of a global batch."""
         if batch % self.world:
             raise InputError(
@@ -54,7 +54,7 @@ class Ranks(NamedTuple):
                 for t, part in zip(bucket, parts, strict=True):
                     t.copy_(part.view_as(t))
 
-    def any(self, flag: bool) -> bool:
+    def any_rank(self, flag: bool) -> bool:
         """Whether it is true on some rank; does not wait for a GPU."""
         if self.world == 1:
             return flag

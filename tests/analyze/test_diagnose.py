@@ -13,8 +13,8 @@ from rich.console import Console
 
 from deeploop.analyze import plots
 from deeploop.analyze.diagnose.diagnose import checkpoints, diagnose, draw_batch, exact, peak
-from deeploop.analyze.diagnose.diagnostics import Batch, measure
-from deeploop.analyze.plan.memory import Live
+from deeploop.analyze.diagnose.diagnostics import Batch, measure_state
+from deeploop.analyze.plan.memory import LiveBytes
 from deeploop.cli import main
 from deeploop.config import MoEConfig, scaling
 from deeploop.data.corpus import load_corpus
@@ -105,9 +105,9 @@ def test_memory_is_counted_without_allocating_it(config, residual):
     """What fake tensors say against what real ones take."""
     config = config.replace("model", residual=residual, vocab_size=31, moe=EXPERTS)
     tokens = torch.zeros(4, 16, dtype=torch.int64)
-    with Live() as live:
+    with LiveBytes() as live:
         model = LoopLM(config.model)
-        measure(model, adamw(model, config.train), config, 0, Batch(tokens, tokens, 1, 0))
+        measure_state(model, adamw(model, config.train), config, 0, Batch(tokens, tokens, 1, 0))
     assert peak(config, 4) == pytest.approx(live.peak, rel=0.02)
 
 

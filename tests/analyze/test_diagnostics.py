@@ -9,13 +9,20 @@ import torch
 from deeploop.analyze.diagnose.diagnostics import (
     Batch,
     Measured,
-    apart_mean,
-    measure,
+    mean_between_loops,
+    measure_state,
     moments,
     probe,
     update_size,
 )
-from deeploop.analyze.diagnose.per_loop import apart, gradients, gram, joint, norms, run_apart
+from deeploop.analyze.diagnose.per_loop import (
+    gradients,
+    gram,
+    joint,
+    norms,
+    per_loop_model,
+    run_per_loop,
+)
 from deeploop.config import ModelConfig, MoEConfig
 from deeploop.model.looplm import LoopLM
 from deeploop.train.optim import adamw
@@ -40,9 +47,9 @@ def test_the_step_is_the_runs_own(config, quiet, moe, after):
     optimizer = adamw(model, config.train)
     optimizer.load_state_dict(copy.deepcopy(trainer.optimizer.state_dict()))
     before = [p.detach().clone() for p in model.parameters()]
-    start = model.embedding.weight.detach().clone()
-    measured = measure(model, optimizer, config, after, Batch(*trainer.batch(), 1, 0))
-    trainer.step(watch=False)
+    start = model.embed_tokens.weight.detach().clone()
+    measured = measure_state(model, optimizer, config, after, Batch(*trainer.batch(), 1, 0))
+    trainer.step(observe=False)
     routers = {id(p) for s in model.sublayers for p in getattr(s.branch, "routers", ())}
     shared = {id(p) for s in model.sublayers for p in s.parameters()} - routers
     moved = 0.0
@@ -53,7 +60,7 @@ def test_the_step_is_the_runs_own(config, quiet, moe, after):
         wanted = theirs if id(ours) in shared else old
         torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-6)
         moved += (ours.detach() - old).double().square().sum().item()
-    assert torch.equal(model.embedding.weight, start)
+    assert torch.equal(model.embed_tokens.weight, start)
     assert float(measured.steps.square().sum()) == pytest.approx(moved, rel=1e-5)
 
 
@@ -61,13 +68,13 @@ def test_probes_estimate_the_jacobian():
     """400 probes against all rows of it, to 10%, in units of the RMS of F."""
     torch.manual_seed(0)
     model = LoopLM(ModelConfig(d_model=8, n_heads=1, n_layers=1, loops=2, vocab_size=9))
-    views = apart(model.double())
-    n = run_apart(model, views.loops, torch.tensor([[3, 1, 4]])).n
+    copies = per_loop_model(model.double())
+    _, n = run_per_loop(model, copies.sublayers, torch.tensor([[3, 1, 4]]))
     rows = torch.eye(n.numel(), dtype=n.dtype).view(-1, *n.shape)
     exact = sum(
-        torch.stack([gram(v) for v in gradients(n, views.branches, weight=row)[0]]) for row in rows
+        torch.stack([gram(v) for v in gradients(n, copies.branches, weight=row)[0]]) for row in rows
     )
-    found = sum(probe(n, views.branches, Batch(n, n, 400, 0))) / 400
+    found = sum(probe(n, copies.branches, Batch(n, n, 400, 0))) / 400
     for of in (norms, joint):
         torch.testing.assert_close(of(found), of(exact / n.numel()), rtol=0.1, atol=0)
 
@@ -98,4 +105,4 @@ def test_moments_of_a_stream():
 
 
 def test_the_mean_cosine_leaves_the_diagonal_out():
-    assert apart_mean(torch.tensor([[1.0, 0.5], [0.25, 1.0]])) == 0.375
+    assert mean_between_loops(torch.tensor([[1.0, 0.5], [0.25, 1.0]])) == 0.375

@@ -5,7 +5,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from deeploop.analyze.plan.fusion import backend
 from deeploop.analyze.plan.hardware import DEVICES
-from deeploop.analyze.plan.memory import Live
+from deeploop.analyze.plan.memory import LiveBytes
 from deeploop.analyze.plan.roofline import GPU, Clock
 from deeploop.model.mlp import SwiGLU
 
@@ -14,7 +14,7 @@ def test_a_compiled_swiglu_keeps_and_moves_what_its_products_take():
     """Of f inner columns: gate and up are kept, and their product; silu(gate) is made again."""
     n_rows, d, f = 512, 64, 128
     clock = Clock(DEVICES["h200"], GPU._replace(stream=1.0), 0)
-    with FakeTensorMode(), Live(clock=clock) as live:
+    with FakeTensorMode(), LiveBytes(clock=clock) as live:
         branch = SwiGLU(d, f)
         branch.compile(backend=backend(clock), dynamic=False)
         n = torch.zeros(n_rows, d, requires_grad=True)

@@ -7,7 +7,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
 from deeploop.analyze.plan.hardware import DEVICES
-from deeploop.analyze.plan.memory import Live, chunk_rows, distinct, step_memory, telling
+from deeploop.analyze.plan.memory import (
+    LiveBytes,
+    chunk_rows,
+    distinct,
+    recognisable_batch,
+    step_memory,
+)
 from deeploop.analyze.plan.planner import Target, count
 from deeploop.analyze.plan.roofline import MEASURED
 from deeploop.config.backprop import segments
@@ -18,7 +24,7 @@ from deeploop.train.setup import open_run
 
 
 def test_storages_count_once_and_until_they_are_freed():
-    with Live() as live:
+    with LiveBytes() as live:
         a = torch.zeros(1000)
         b = a.view(10, 100)[2:]
         assert live.now == live.peak == 4000
@@ -36,9 +42,9 @@ def test_fake_tensors_count_as_real_ones():
         w = torch.zeros(32, 128, requires_grad=True)
         (x @ w).relu().sum().backward()
 
-    with Live() as real:
+    with LiveBytes() as real:
         run()
-    with FakeTensorMode(), Live() as fake:
+    with FakeTensorMode(), LiveBytes() as fake:
         run()
     assert real.peak == fake.peak > 64 * 128 * 4
 
@@ -53,7 +59,7 @@ def peak(config) -> int:
     """Peak bytes of one batch's segments with weights and gradients, in real memory."""
     torch.manual_seed(0)
     x = torch.randint(0, 256, (8, 64))
-    with Live() as live:
+    with LiveBytes() as live:
         model = LoopLM(config.model)
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
@@ -80,7 +86,7 @@ def test_recomputing_holds_less():
 def counted(config, kind="cuda") -> float:
     """Peak bytes of a step with the run's own micro-batch."""
     rows = config.train.micro_batch or config.train.batch_size
-    return count(config, Target(DEVICES["h200"], MEASURED, kind)).held(rows).peak
+    return count(config, Target(DEVICES["h200"], MEASURED, kind)).memory(rows).peak
 
 
 def test_a_329m_loom_in_segments_fits_where_full_backprop_does_not():
@@ -104,7 +110,7 @@ def allocated(config, folder, corpus_file) -> int:
         trainer = open_run(config, Console(quiet=True))
         trainer.speed.start()
         for _ in range(2):
-            trainer.step(watch=False)
+            trainer.step(observe=False)
             trainer.done += 1
     trainer.lock.close()
     for event in profiled.profiler.kineto_results.events():
@@ -116,7 +122,7 @@ def allocated(config, folder, corpus_file) -> int:
 
 GPT2 = {"d_model": 128, "n_heads": 2, "vocab_size": 16384, "seq_len": 288, "qk_norm": True}
 RUNS = {
-    "deeploop, last loop": ("deeploop-tiny", {}, {"plan": "last", "backprop_loops": 1}),
+    "deeploop, last loop": ("deeploop-tiny", {}, {"backprop": "last", "backprop_loops": 1}),
     "deeploop, each loop again": ("deeploop-tiny", {}, {"recompute": "loop"}),
     "gpt2-like, full": ("gpt2-small-r3-baseline", GPT2 | {"n_layers": 2}, {"micro_batch": 0}),
     "gpt2-like, accumulated": ("deeploop-tiny", GPT2, {"micro_batch": 2}),
@@ -127,7 +133,7 @@ RUNS = {
     ),
     "loom, a step a batch": ("loom-tiny", {}, {"step_per": "batch", "micro_batch": 2}),
     "released loom, each visit again": ("loom-tiny-released", {}, {"recompute": "visit"}),
-    "native loop, full": ("loom-tiny-native", {}, {"plan": "full"}),
+    "native loop, full": ("loom-tiny-native", {}, {"backprop": "full"}),
 }
 
 
@@ -149,14 +155,14 @@ def test_one_count_tells_every_size_of_micro_batch():
     memory = step_memory(base.replace("train", batch_size=64, micro_batch=4), "cuda")
     for rows in (3, 4, 8, 12):
         own = step_memory(base.replace("train", batch_size=64, micro_batch=rows), "cuda")
-        assert memory.held(rows) == own.held(rows)
+        assert memory.memory(rows) == own.memory(rows)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 16, 17, 480])
 def test_the_size_that_runs_divides_no_other(rows):
     for config in presets().values():
         m = config.model
-        unit = telling(rows, m, 1334)
+        unit = recognisable_batch(rows, m, 1334)
         sizes = (m.d_model, 3 * m.d_model, m.ff_width, m.seq_len, m.vocab_size, m.moe.d_expert)
         assert unit >= rows and all(n % unit for n in sizes if n)
 
@@ -165,7 +171,7 @@ def test_the_size_that_runs_divides_no_other(rows):
 def test_sequences_of_whole_chunks_have_a_telling_size(vocab, seq_len):
     """No rows are left over for a last chunk, whatever the micro-batch."""
     m = preset("deeploop-tiny").replace("model", vocab_size=vocab, seq_len=seq_len).model
-    assert telling(8, m, chunk_rows(m, "cuda")) == 11
+    assert recognisable_batch(8, m, chunk_rows(m, "cuda")) == 11
 
 
 @pytest.mark.parametrize(("loops", "size"), [(1, 3), (3, 3), (6, 3), (7, 3), (12, 3), (12, 1)])

@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deeploop.analyze.diagnose.per_loop import (
-    apart,
     cosines,
     directional,
     gradients,
     gram,
     kappas,
-    run_apart,
+    per_loop_model,
+    run_per_loop,
 )
 from deeploop.config import LoomConfig, ModelConfig, MoEConfig
 from deeploop.model.looplm import LoopLM, count_parameters
@@ -43,24 +43,26 @@ def build(config, dtype=torch.float64):
     torch.manual_seed(0)
     model = LoopLM(config).to(dtype)
     for name, p in model.named_parameters():
-        if "gain" in name:
+        if "norm" in name:
             p.data.uniform_(0.5, 1.5)
         if "router" in name:
             p.data.normal_()
     return model, torch.randint(0, 31, (2, 8))
 
 
-def loss_of(model, s, tokens):
-    loss = linear_cross_entropy(s.n, model.head, tokens) / tokens.numel()
-    return loss if s.z is None else loss + 1e-3 * s.z
+def loss_of(model, result, tokens):
+    s, n = result
+    loss = linear_cross_entropy(n, model.head, tokens) / tokens.numel()
+    return loss if s.router_z is None else loss + 1e-3 * s.router_z
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_walk_apart_is_the_models_walk(name):
     model, tokens = build(MODELS[name], torch.float32)
     seen, wanted = [], []
-    s = run_apart(model, apart(model).loops, tokens, lambda visit, h: seen.append(h))
-    assert torch.equal(s.n, model(tokens, watch=lambda visit, h: wanted.append(h)))
+    copies = per_loop_model(model).sublayers
+    _, n = run_per_loop(model, copies, tokens, lambda visit, h: seen.append(h))
+    assert torch.equal(n, model(tokens, on_visit=lambda visit, h: wanted.append(h)))
     assert all(torch.equal(a, b) for a, b in zip(seen, wanted, strict=True))
 
 
@@ -69,18 +71,19 @@ def test_the_walk_apart_is_the_models_walk(name):
 def test_visits_add_up_to_the_ordinary_gradient(name, dtype, tolerance):
     model, tokens = build(MODELS[name], dtype)
     everything = range(model.config.loops)
-    loss_of(model, model.run(tokens, everything), tokens).backward()
-    views = apart(model)
-    parts = views.branches + views.gains
-    shared = {id(p) for part in parts for p in part.own}
+    s = model.run(tokens, everything)
+    loss_of(model, (s, model.output(s, tokens)), tokens).backward()
+    copies = per_loop_model(model)
+    groups = copies.branches + copies.gains
+    shared = {id(p) for group in groups for p in group.params}
     others = [p for p in model.parameters() if id(p) not in shared]
-    total = loss_of(model, run_apart(model, views.loops, tokens), tokens)
-    by_part, rest = gradients(total, parts, others)
+    total = loss_of(model, run_per_loop(model, copies.sublayers, tokens), tokens)
+    by_group, rest = gradients(total, groups, others)
     pairs = list(zip(others, rest, strict=True))
-    for part, visits in zip(parts, by_part, strict=True):
+    for group, visits in zip(groups, by_group, strict=True):
         pairs += [
             (p, torch.stack(g).sum(0))
-            for p, g in zip(part.own, zip(*visits, strict=True), strict=True)
+            for p, g in zip(group.params, zip(*visits, strict=True), strict=True)
         ]
     assert len(pairs) == len(list(model.parameters()))
     for p, found in pairs:
@@ -90,13 +93,13 @@ def test_visits_add_up_to_the_ordinary_gradient(name, dtype, tolerance):
 def test_views_are_leaves_of_their_own_in_the_models_memory():
     model, _ = build(MODELS["loom"])
     before = count_parameters(model)
-    views = apart(model)
-    for part in views.branches + views.gains:
-        for visit in part.visits:
-            assert [p.data_ptr() for p in visit] == [p.data_ptr() for p in part.own]
-        leaves = [id(p) for visit in part.visits for p in visit] + [id(p) for p in part.own]
+    copies = per_loop_model(model)
+    for group in copies.branches + copies.gains:
+        for visit in group.by_loop:
+            assert [p.data_ptr() for p in visit] == [p.data_ptr() for p in group.params]
+        leaves = [id(p) for visit in group.by_loop for p in visit] + [id(p) for p in group.params]
         assert len(set(leaves)) == len(leaves)
-    moe = views.loops[2][1].branch
+    moe = copies.sublayers[2][1].branch
     assert moe.bias is model.sublayers[1].branch.bias  # one for all, as the model's
     assert moe.routers[2] is model.sublayers[1].branch.routers[2]  # a loop's own: not apart
     assert count_parameters(model) == before
@@ -106,7 +109,7 @@ def test_views_are_leaves_of_their_own_in_the_models_memory():
 def test_a_router_for_all_loops_is_shared_like_the_experts(name, shared):
     """gate_up and down of the routed and of the shared experts; the router where it is one."""
     model, _ = build(MODELS[name])
-    assert [len(part.own) for part in apart(model).branches] == [2, shared] * 2
+    assert [len(group.params) for group in per_loop_model(model).branches] == [2, shared] * 2
 
 
 @pytest.mark.parametrize("name", ["deeploop", "pre_norm", "loom"])
@@ -114,18 +117,22 @@ def test_a_visits_gradient_is_the_slope_along_that_visit_alone(name):
     """Against central differences, with the weights of one visit moved and no other's."""
     model, tokens = build(MODELS[name])
     model.eval()
-    views = apart(model)
-    parts = views.branches + views.gains
-    by_part, _ = gradients(loss_of(model, run_apart(model, views.loops, tokens), tokens), parts)
-    for j, part in enumerate(parts):
-        for loop, visit in enumerate(part.visits):
+    copies = per_loop_model(model)
+    groups = copies.branches + copies.gains
+    by_part, _ = gradients(
+        loss_of(model, run_per_loop(model, copies.sublayers, tokens), tokens), groups
+    )
+    for j, group in enumerate(groups):
+        for loop, visit in enumerate(group.by_loop):
             for p, g in zip(visit, by_part[j][loop], strict=True):
                 direction = torch.randn_like(p)
                 ends = []
                 for step in (1e-5, -1e-5):
                     with torch.no_grad():
                         shared, p.data = p.data, p.data + step * direction
-                        ends.append(loss_of(model, run_apart(model, views.loops, tokens), tokens))
+                        ends.append(
+                            loss_of(model, run_per_loop(model, copies.sublayers, tokens), tokens)
+                        )
                         p.data = shared
                 slope = (ends[0] - ends[1]) / 2e-5
                 torch.testing.assert_close(slope, (g * direction).sum(), rtol=1e-4, atol=1e-8)

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from deeploop.analyze.plan.fits import check_memory
 from deeploop.analyze.plan.hardware import DEVICES
-from deeploop.analyze.plan.memory import Held
+from deeploop.analyze.plan.memory import PeakBytes
 from deeploop.analyze.plan.planner import (
     GIB,
     PAPER_HOURS,
@@ -57,7 +57,7 @@ RUNS = {
 def test_layers_beyond_two_add_what_the_second_adds(run):
     short, whole = count(RUNS[run], H200), count_whole(RUNS[run], H200)
     for rows in (2, 4, 12):
-        assert short.held(rows).peak == pytest.approx(whole.held(rows).peak, rel=1e-9)
+        assert short.memory(rows).peak == pytest.approx(whole.memory(rows).peak, rel=1e-9)
     assert short.parts == pytest.approx(whole.parts) and short.host == pytest.approx(whole.host)
 
 
@@ -67,7 +67,7 @@ def test_the_largest_micro_batch_is_the_last_that_fits(batch):
     config = small("gpt2-small-r1-deeploop", narrow, batch_size=batch, micro_batch=0)
     accumulated = count(config.replace("train", micro_batch=2), H200)
     for rows in (1, 3, 4):
-        room = accumulated.held(rows).peak + 1
+        room = accumulated.memory(rows).peak + 1
         device = DEVICES["h200"]._replace(memory=room / 0.95)
         target = H200._replace(device=device)
         assert largest(config, target, count(config, target)) == rows
@@ -95,7 +95,7 @@ def test_what_was_measured_on_an_h200(loops, compiled, rate, gib):
     predicted = 32 * 1024 / sum(step.parts.values())
     assert rate < predicted < 1.18 * rate
     if gib is not None:
-        assert step.held(32).peak / GIB == pytest.approx(gib, rel=0.05)
+        assert step.memory(32).peak / GIB == pytest.approx(gib, rel=0.05)
 
 
 @pytest.mark.parametrize("name", ["deeploop-tiny", "loom-tiny"])
@@ -104,9 +104,9 @@ def test_compiled_counts_stay_compiled(name):
     model = {"n_layers": 1, "loops": 1, "seq_len": 288}
     config = small(name, model, compile=True, batch_size=4)
     first, *others = (count(config, H200) for _ in range(10 if name == "deeploop-tiny" else 2))
-    assert all(s.held(4) == first.held(4) and s.parts == first.parts for s in others)
+    assert all(s.memory(4) == first.memory(4) and s.parts == first.parts for s in others)
     eager = count(config.replace("train", compile=False), H200)
-    assert first.held(4).peak < eager.held(4).peak
+    assert first.memory(4).peak < eager.memory(4).peak
 
 
 def test_the_papers_matrix_takes_its_hours_at_its_mfu():
@@ -159,7 +159,7 @@ def test_plan_as_json(capsys):
     found = json.loads(said)
     assert code == 0 and found["device"] == "A100 SXM 80 GB" and found["parameters"] == 935_808
     memory = found["memory"]
-    assert memory["peak"] == pytest.approx(sum(memory[name] for name in Held._fields))
+    assert memory["peak"] == pytest.approx(sum(memory[name] for name in PeakBytes._fields))
 
 
 def test_plan_measures_this_cpu(capsys):
@@ -195,7 +195,7 @@ def test_units_follow_the_size(capsys):
 def test_the_papers_hours_stand_beside_its_own_runs_alone(device):
     target = target_of(device)
     configs = [resolve(c, "cuda") for c in matrix()]
-    found = [Estimate(c, target, 0, Held(0, 0, 0, 0), {"GEMM": 1.0}, 0.0, 1) for c in configs]
+    found = [Estimate(c, target, 0, PeakBytes(0, 0, 0, 0), {"GEMM": 1.0}, 0.0, 1) for c in configs]
     said = "\n".join(matrix_sum(found))
     assert "3,700  as the paper reports" in said and "the paper's hours are 34%" in said
     halved = [e._replace(config=e.config.replace("train", steps=100)) for e in found]

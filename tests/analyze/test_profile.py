@@ -40,8 +40,8 @@ def events_of(trainer, path):
 
 PLANS = {
     "full": ({}, 3, 3),
-    "segments": ({"plan": "segments", "backprop_loops": 2}, 3, 3),
-    "last": ({"plan": "last", "backprop_loops": 1}, 3, 1),
+    "segments": ({"backprop": "segments", "backprop_loops": 2}, 3, 3),
+    "last": ({"backprop": "last", "backprop_loops": 1}, 3, 1),
     "accumulated": ({"micro_batch": 2}, 6, 6),
 }
 
@@ -118,7 +118,7 @@ def test_memory_is_what_the_step_is_counted_to_hold(config, quiet, tmp_path):
     buffers = sum(b.nbytes for b in trainer.model.buffers())
     steps = 4 * len(list(trainer.model.parameters()))  # AdamW counts them, one by weight
     assert base == 3 * weights + buffers + steps
-    counted = step_memory(trainer.config, "cpu", exact=True).held(4).peak
+    counted = step_memory(trainer.config, "cpu", exact=True).memory(4).peak
     assert max(held for _, held in curve) == pytest.approx(counted, rel=0.1)
     assert curve[-1][1] == pytest.approx(base, rel=0.05)  # gradients and activations are gone
 

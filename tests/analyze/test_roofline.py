@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from deeploop.analyze.plan.hardware import Device
-from deeploop.analyze.plan.memory import Live, step_memory
+from deeploop.analyze.plan.memory import LiveBytes, step_memory
 from deeploop.analyze.plan.planner import resolve
 from deeploop.analyze.plan.roofline import MEASURED, Clock
 from deeploop.config.backprop import segments
@@ -26,7 +26,7 @@ def timed(device, run, *shapes, vocab_size=0, dtype=torch.float32) -> dict[str, 
     clock = Clock(device, MEASURED, vocab_size)
     with FakeTensorMode():
         inputs = [torch.zeros(shape, dtype=dtype) for shape in shapes]
-        with Live(clock=clock):
+        with LiveBytes(clock=clock):
             run(*inputs)
     return dict(clock.seconds)
 
@@ -93,13 +93,13 @@ def test_experts_run_the_products_that_each_row_needs():
 
 
 PLANS = [
-    {"plan": "full"},
-    {"plan": "segments", "backprop_loops": 1, "micro_batch": 2},
-    {"plan": "last", "backprop_loops": 2, "micro_batch": 4},
+    {"backprop": "full"},
+    {"backprop": "segments", "backprop_loops": 1, "micro_batch": 2},
+    {"backprop": "last", "backprop_loops": 2, "micro_batch": 4},
 ]
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=lambda p: p["plan"])
+@pytest.mark.parametrize("plan", PLANS, ids=lambda p: p["backprop"])
 def test_a_step_runs_the_models_flops(plan):
     """And one of attention's products more, backward: its scores are made again."""
     config = preset("deeploop-tiny").replace("model", seq_len=320, n_layers=1)
@@ -118,9 +118,9 @@ def test_a_step_runs_the_models_flops(plan):
 def test_a_spell_counts_what_runs_in_it_so_many_times():
     once, often = (Clock(BYTES, MEASURED._replace(launch=1.0), 0) for _ in range(2))
     x = torch.zeros(8)
-    with Live(clock=once):
+    with LiveBytes(clock=once):
         x + x
-    with Live(clock=often), often.spell(3, share=0.5, part="optimizer"):
+    with LiveBytes(clock=often), often.repeat(3, share=0.5, part="optimizer"):
         x + x
     assert often.seconds == {"optimizer": 1.5 * once.seconds["elementwise"]}
     assert (once.host, often.host) == (1, 3)

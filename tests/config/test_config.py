@@ -2,7 +2,9 @@ import json
 
 import pytest
 
-from deeploop.config import MAX_EXPERTS, Config, ModelConfig, TrainConfig, entries
+from deeploop.config import Config, ModelConfig, TrainConfig
+from deeploop.config.fields import entries
+from deeploop.config.model import MAX_EXPERTS
 from deeploop.config.presets import preset, presets
 from deeploop.kernels.sigmoid_router import MAX_EXPERTS as sigmoid_router_limit
 from deeploop.utils.errors import InputError

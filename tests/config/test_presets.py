@@ -5,14 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from deeploop.config.presets import (
-    LOOM_ABLATIONS,
-    SUMMARY,
-    isoflop_cost,
-    isoflop_top_k,
-    preset,
-    presets,
-)
+from deeploop.config.presets import LOOM_ABLATIONS, SUMMARY, preset, presets
+from deeploop.config.presets.loom import isoflop_cost, isoflop_top_k
 from deeploop.model.looplm import LoopLM
 from deeploop.utils.errors import InputError
 

@@ -35,7 +35,7 @@ def test_validation_covers_every_target_once(model, corpus_file):
 
 def test_validation_keeps_no_graph(model, corpus_file):
     graphs = []
-    model.embedding.register_forward_hook(lambda *_: graphs.append(torch.is_grad_enabled()))
+    model.embed_tokens.register_forward_hook(lambda *_: graphs.append(torch.is_grad_enabled()))
     validate(model, load_corpus(str(corpus_file)), 64, "fp32", tokens=16)
     assert graphs == [False]
 
@@ -67,7 +67,7 @@ def test_the_bf16_error_of_a_shared_weights_gradient_does_not_grow_with_the_loop
         for precision in ("fp32", "bf16"):
             model.zero_grad()
             with autocast(torch.device("cpu"), precision):
-                linear_cross_entropy(model(x), model.embedding.weight, y).backward()
+                linear_cross_entropy(model(x), model.embed_tokens.weight, y).backward()
             found.append(model.sublayers[1].branch.gate_up.weight.grad.clone())
         return ((found[1] - found[0]).norm() / found[0].norm()).item()
 

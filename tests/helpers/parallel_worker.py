@@ -17,10 +17,10 @@ from deeploop.utils.distributed import Ranks, ranks
 
 PLANS = {
     "full": {},
-    "segments": {"plan": "segments", "backprop_loops": 2},
-    "segments, one step": {"plan": "segments", "backprop_loops": 2, "step_per": "batch"},
-    "last": {"plan": "last", "backprop_loops": 2},
-    "recomputed": {"plan": "segments", "backprop_loops": 2, "recompute": "visit"},
+    "segments": {"backprop": "segments", "backprop_loops": 2},
+    "segments, one step": {"backprop": "segments", "backprop_loops": 2, "step_per": "batch"},
+    "last": {"backprop": "last", "backprop_loops": 2},
+    "recomputed": {"backprop": "segments", "backprop_loops": 2, "recompute": "visit"},
 }
 MICRO = {"no accumulation": 4, "accumulation": 2}  # of a global batch of 8, 4 a rank of two
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
@@ -48,18 +48,17 @@ def train_one(run: Config, place: Ranks, dtype: torch.dtype) -> dict:
     trainer.model.to(dtype)
     losses = []
     for _ in range(5):
-        tally = trainer.step(watch=False)
-        trainer.done += 1
-        losses.append(torch.stack(list(tally.losses.values())))
+        metrics = trainer.step()
+        losses.append(torch.stack(list(metrics.losses.values())))
     trainer.lock.close()
     moes = [s.branch for s in trainer.model.sublayers if isinstance(s.branch, MoE)]
     return {
         "losses": torch.stack(losses),
         "weights": {n: p.detach() for n, p in trainer.model.named_parameters()},
         "biases": [m.bias for m in moes],
-        "loads": tally.loads,
-        "z": tally.z,
-        "grad_norm": tally.grad_norm,
+        "loads": metrics.loads,
+        "z": metrics.z,
+        "grad_norm": metrics.grad_norm,
         "validation": trainer_validation(trainer),
     }
 

@@ -10,7 +10,7 @@ from deeploop.config.backprop import segments
 from deeploop.config.presets import preset
 from deeploop.model.flops import flops_per_token
 from deeploop.model.looplm import LoopLM
-from deeploop.train.backprop import backward
+from deeploop.train.backprop import run_segment
 
 
 @pytest.mark.parametrize(
@@ -24,22 +24,22 @@ def test_gpt2_costs_what_6_v_d_and_12_d_squared_a_block_say(size, loops, giga):
 
 
 PLANS = [
-    {"plan": "full"},
-    {"plan": "segments", "backprop_loops": 2},
-    {"plan": "last", "backprop_loops": 1},
+    {"backprop": "full"},
+    {"backprop": "segments", "backprop_loops": 2},
+    {"backprop": "last", "backprop_loops": 1},
 ]
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=lambda p: p["plan"])
+@pytest.mark.parametrize("plan", PLANS, ids=lambda p: p["backprop"])
 def test_a_dense_step_runs_the_flops_that_torch_counts(plan):
     model = ModelConfig(d_model=64, n_heads=2, loops=3, seq_len=32, vocab_size=96)
     config = Config(model=model).replace("train", precision="bf16", batch_size=2, **plan)
     lm = LoopLM(config.model)
     tokens = torch.zeros(2, 32, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:
-        carried = None
+        state = None
         for segment in segments(config.train, 3):
-            carried = backward(lm, config, segment, tokens, tokens, carried, None).carried
+            state = run_segment(lm, config, segment, tokens, tokens, state).state
     # In bfloat16 a CPU's attention is two plain products, which torch counts.
     assert counter.get_total_flops() / tokens.numel() == flops_per_token(config)
 

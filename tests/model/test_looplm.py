@@ -12,7 +12,7 @@ from deeploop.config import ModelConfig
 from deeploop.config.presets import preset, presets
 from deeploop.model.attention import Attention, AttentionContext
 from deeploop.model.looplm import LoopLM, count_parameters
-from deeploop.model.visits import LoopState, open_loop, update, walk
+from deeploop.model.state import LoopState, visits
 from deeploop.utils.errors import InputError
 from tests.helpers.plain_model import EPS, ROPE_BASE, plain_attention, plain_swiglu, rms_norm
 
@@ -39,7 +39,7 @@ def build(config: ModelConfig, scatter_gains: bool = True) -> LoopLM:
     model = LoopLM(config).double()
     if scatter_gains:
         for name, p in model.named_parameters():
-            if "gain" in name:
+            if "norm" in name:
                 p.data.uniform_(0.5, 1.5)
     return model
 
@@ -58,10 +58,10 @@ def plain_branch(branch, x, qk_norm=False):
 def test_one_loop_of_the_baseline_is_an_ordinary_pre_norm_gpt(qk_norm):
     config = small(residual="pre_norm", loops=1, n_layers=3, qk_norm=qk_norm)
     model, x = build(config), tokens()
-    h = rms_norm(model.embedding.weight[x], model.gain_embedding)
+    h = rms_norm(model.embed_tokens.weight[x], model.norm_embed.weight)
     for sublayer in model.sublayers:
         h = h + plain_branch(sublayer.branch, rms_norm(h, sublayer.gain_in), qk_norm)
-    logits = rms_norm(h, model.gain_final) @ model.embedding.weight.T
+    logits = rms_norm(h, model.final_gain) @ model.embed_tokens.weight.T
     torch.testing.assert_close(model.logits(model(x)), logits, rtol=1e-6, atol=1e-7)
     single = model.float()
     torch.testing.assert_close(single.logits(single(x)), logits.float(), rtol=1e-5, atol=1e-5)
@@ -73,12 +73,12 @@ def test_the_sandwich_arms_follow_the_papers_equation(residual):
     config = small(residual=residual)
     model, x = build(config), tokens()
     alpha = (2 * 2 * 3) ** (0.25 if residual == "deepnorm" else 0.5)
-    h = rms_norm(model.embedding.weight[x], model.gain_embedding)
+    h = rms_norm(model.embed_tokens.weight[x], model.norm_embed.weight)
     for _ in range(3):
         for sublayer in model.sublayers:
             f = plain_branch(sublayer.branch, rms_norm(h, sublayer.gain_in))
             h = rms_norm(alpha * h + f, sublayer.gain_out)
-    logits = rms_norm(h, model.gain_final) @ model.embedding.weight.T
+    logits = rms_norm(h, model.final_gain) @ model.embed_tokens.weight.T
     torch.testing.assert_close(model.logits(model(x)), logits, rtol=1e-6, atol=1e-7)
 
 
@@ -106,9 +106,9 @@ def test_shared_weights_get_the_sum_of_their_visits_gradients(residual):
     looped, x = build(config), tokens()
     # N = K*R is 6 in both, so alpha is too.
     unrolled = build(dataclasses.replace(config, loops=1, n_layers=6))
-    unrolled.embedding.load_state_dict(looped.embedding.state_dict())
-    unrolled.gain_embedding.data.copy_(looped.gain_embedding)
-    unrolled.gain_final.data.copy_(looped.gain_final)
+    unrolled.embed_tokens.load_state_dict(looped.embed_tokens.state_dict())
+    unrolled.norm_embed.load_state_dict(looped.norm_embed.state_dict())
+    unrolled.norm_final.load_state_dict(looped.norm_final.state_dict())
     for i, sublayer in enumerate(unrolled.sublayers):
         sublayer.load_state_dict(looped.sublayers[i % 4].state_dict())
     assert looped.config.alpha == unrolled.config.alpha
@@ -126,7 +126,7 @@ def test_preset_sizes_are_the_papers(name):
     with torch.device("meta"):
         model = LoopLM(presets()[name].model)
     d, k, ff = (768, 12, 2048) if "small" in name else (1024, 24, 2752)
-    gains = 2 + 2 * k * (1 if "pre_norm" in name else 2)
+    gains = 2 + 2 * k * (1 if "baseline" in name else 2)
     size = sum(p.numel() for p in model.parameters())
     assert size == 50304 * d + k * (4 * d * d + 3 * d * ff) + gains * d
     assert size == pytest.approx(123.6e6 if "small" in name else 353.5e6, rel=0.005)
@@ -153,8 +153,8 @@ def test_beta_scales_v_o_and_ffn_but_not_q_and_k(residual):
             gate, up = branch.gate_up.weight.split(ff)
             for matrix in (gate, up, branch.out.weight.T):
                 assert gain(matrix, d, ff) == pytest.approx(config.beta, rel=0.05)
-    assert model.embedding.weight.std().item() == pytest.approx(0.05, rel=0.05)
-    assert all((p == 1).all() for n, p in model.named_parameters() if "gain" in n)
+    assert model.embed_tokens.weight.std().item() == pytest.approx(0.05, rel=0.05)
+    assert all((p == 1).all() for n, p in model.named_parameters() if "norm" in n)
     assert (config.beta == 1) == (residual == "pre_norm")
 
 
@@ -162,8 +162,8 @@ def test_other_loop_counts_keep_the_training_alpha():
     """The first loops of a longer run are those of training, so alpha is too."""
     model, x = build(small()), tokens()
     trained, longer = [], []
-    model(x, watch=lambda visit, h: trained.append(h))
-    model(x, loops=7, watch=lambda visit, h: longer.append(h))
+    model(x, on_visit=lambda visit, h: trained.append(h))
+    model(x, loops=7, on_visit=lambda visit, h: longer.append(h))
     assert len(trained) == 3 * 4 and len(longer) == 7 * 4
     assert all(torch.equal(a, b) for a, b in zip(trained, longer, strict=False))
     with pytest.raises(InputError, match="loops=0"):
@@ -226,21 +226,22 @@ def test_a_bfloat16_stream_would_lose_the_initial_updates():
     assert config.alpha == paper.alpha == pytest.approx(12.96, abs=0.01)
     torch.manual_seed(0)
     model, x = LoopLM(config), tokens(length=64, vocab=64)
+    walked = list(visits(model.sublayers, 0, 0, model.final_gain))
     start = LoopState(model.embed(x))
-    s = open_loop(config, start, start.h, 0, model.sublayers[0].gain_in, start.h.dtype)
-    place = AttentionContext(*model.rope(x, None, s.n.dtype), slot=0)
-    for visit in walk(config, model.sublayers, 0, True, model.gain_final):
-        f = visit.branch(s.n, place)
+    s = model.rule.start_loop(start, start.h, walked[0])
+    context = AttentionContext(*model.rope(x, None, s.n.dtype))
+    for visit in walked:
+        f = visit.branch(s.n, context)
         stream = (config.alpha * s.h).bfloat16()
         assert ((stream + f).bfloat16() == stream).float().mean() > 0.99
-        s = update(config, s, f, visit)
+        s = model.rule(s, f, visit)
 
 
 def test_the_stream_stays_float32_under_autocast():
     seen = []
     model = build(small()).float()
     with torch.autocast("cpu", torch.bfloat16):
-        n = model(tokens(), watch=lambda visit, h: seen.append(h.dtype))
+        n = model(tokens(), on_visit=lambda visit, h: seen.append(h.dtype))
         assert model.embed(tokens()).dtype == torch.float32
     assert set(seen) == {torch.float32} and n.dtype == torch.bfloat16
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from deeploop.analyze.diagnose.diagnostics import Batch, figures, measure
+from deeploop.analyze.diagnose.diagnostics import Batch, as_figures, measure_state
 from deeploop.config import Config, TrainConfig
 from deeploop.config.backprop import segments
 from deeploop.model.looplm import LoopLM
-from deeploop.train import backprop
+from deeploop.train.backprop import run_segment
 from deeploop.train.optim import adamw
 from deeploop.train.setup import open_run
 from deeploop.utils.device import autocast
@@ -36,11 +36,11 @@ def pair(loom=None, residual="loom", **moe):
 
 def gradients(model, x, **train):
     config = Config(model=model.config, train=TrainConfig(batch_size=4, **train))
-    carried = None
+    state = None
     for segment in segments(config.train, model.config.loops):
-        piece = backprop.backward(model, config, segment, x, x, carried, None)
-        carried = piece.carried
-    return piece.loss, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        result = run_segment(model, config, segment, x, x, state, None)
+        state = result.state
+    return result.loss, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("reading", READINGS)
@@ -93,10 +93,10 @@ def test_a_step_waits_for_nothing(config):
     config = config.replace("model", **vars(model))
     config = config.replace("train", device="cuda", precision="bf16", backprop="segments")
     trainer = open_run(config, Console(file=io.StringIO()))
-    trainer.step(watch=False)  # what is made once may wait
+    trainer.step(observe=False)  # what is made once may wait
     torch.cuda.set_sync_debug_mode("error")
     try:
-        trainer.step(watch=False)
+        trainer.step(observe=False)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -120,8 +120,8 @@ def test_a_diagnosis_is_the_cpus(residual):
     found = []
     for model, tokens in zip(models, (x, x.cuda()), strict=True):
         batch = Batch(tokens, tokens, probes=2, seed=0)
-        measured = measure(model, adamw(model, config.train), config, 0, batch)
-        found.append(figures(measured, config, 0))
+        measured = measure_state(model, adamw(model, config.train), config, 0, batch)
+        found.append(as_figures(measured, config, 0))
     cpu, gpu = found
     for key in ("loss", "kappa", "kappa_directional", "cosine", "c_u", "c_g"):
         assert gpu[key] == pytest.approx(cpu[key], rel=1e-3)

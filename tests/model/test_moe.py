@@ -102,7 +102,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("backend", ["grouped_mm", "loop"])
+@pytest.mark.parametrize("backend", ["grouped_mm", "reference"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("shape", [(3, 5, 6), (1, 6), (0, 6)], ids=str)
 def test_matches_every_expert_on_every_token(backend, case, shape):
@@ -111,7 +111,7 @@ def test_matches_every_expert_on_every_token(backend, case, shape):
     torch.testing.assert_close(actual, expected, **EXACT)
 
 
-@pytest.mark.parametrize("backend", ["grouped_mm", "loop"])
+@pytest.mark.parametrize("backend", ["grouped_mm", "reference"])
 @pytest.mark.parametrize("starved", [False, True])
 def test_all_tokens_to_one_expert_and_none_to_another(backend, starved):
     moe, inputs = make(top_k=1, backend=backend), inputs_for(9, 6)
@@ -275,20 +275,20 @@ def test_autocast_keeps_the_router_in_float32_and_the_experts_in_bfloat16(monkey
     n = torch.randn(50, 16).bfloat16().float().requires_grad_()
     chosen = sigmoid_router(n.bfloat16(), moe.routers[0], moe.bias, 3)
     plain = moe(n, moe.router(0))
-    (plain.rows.square().sum() + plain.weights.square().sum()).backward()
+    (plain.expert_out.square().sum() + plain.weights.square().sum()).backward()
     expected = [n.grad, *(p.grad for p in (moe.gate_up, moe.down, moe.routers[0]))]
     n.grad = None
     moe.zero_grad(set_to_none=True)
     with torch.autocast("cpu", torch.bfloat16):
         routed = moe(n, moe.router(0))
-        loss = routed.rows.float().square().sum() + routed.weights.square().sum()
-    assert routed.rows.dtype == routed.shared.dtype == torch.bfloat16
+        loss = routed.expert_out.float().square().sum() + routed.weights.square().sum()
+    assert routed.expert_out.dtype == routed.shared.dtype == torch.bfloat16
     assert routed.weights.dtype == routed.z.dtype == torch.float32
     assert routed.slots.equal(plain.slots), "the same choice and the same drops"
     torch.testing.assert_close(routed.weights, plain.weights)
     assert routed.load.equal(chosen[2])
     loss.backward()
-    torch.testing.assert_close(routed.rows.float(), plain.rows, rtol=0.05, atol=0.05)
+    torch.testing.assert_close(routed.expert_out.float(), plain.rows, rtol=0.05, atol=0.05)
     for p, grad in zip((n, moe.gate_up, moe.down, moe.routers[0]), expected, strict=True):
         assert p.grad.dtype == torch.float32
         assert (p.grad - grad).norm() < 0.02 * grad.norm()
@@ -299,14 +299,14 @@ def test_the_gradient_of_a_token_is_rounded_once(monkeypatch):
     monkeypatch.setattr(experts, "_backward_by_expert", lambda *a: (rows, None, None))
     x = torch.zeros(1, 8, dtype=torch.bfloat16, requires_grad=True)
     moe = MoE(8, 4, 4, 8, 0, 1, 0.0).requires_grad_(False)
-    moe(x, moe.router(0)).rows.sum().backward()
+    moe(x, moe.router(0)).expert_out.sum().backward()
     assert x.grad[0, 0] == 260, "one rounding of 259; rounding each sum stays at 256"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_loop_computes_the_same(dtype):
     grouped = make(d=16, f=8, capacity=0.7).float()
-    loop = make(d=16, f=8, capacity=0.7, backend="loop").float()
+    loop = make(d=16, f=8, capacity=0.7, backend="reference").float()
     loop.load_state_dict(grouped.state_dict())
     inputs = [x.to(dtype) for x in inputs_for(40, 16)]
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
@@ -329,7 +329,7 @@ def fake_run(backend, device):
         moe = MoE(16, 5, 2, 8, 2, 2, 0.7, backend)
     n = torch.randn(30, 16, device=device, requires_grad=True)
     routed = moe(n, moe.router(1))
-    (routed.rows.sum() + routed.weights.sum() + routed.z + routed.shared.sum()).backward()
+    (routed.expert_out.sum() + routed.weights.sum() + routed.z + routed.shared.sum()).backward()
     update_router_bias_(moe.bias, routed.load, 0.1)
     return moe, n, routed
 
@@ -339,14 +339,14 @@ def test_shapes_follow_without_values():
     with FakeTensorMode():
         fake = fake_run("grouped_mm", "cpu")
     for moe, n, routed in (fake, fake_run("grouped_mm", "meta")):
-        assert routed.rows.shape == (60, 16) and routed.slots.shape == (30, 2)
+        assert routed.expert_out.shape == (60, 16) and routed.slots.shape == (30, 2)
         assert n.grad.shape == n.shape and moe.down.grad.shape == moe.down.shape
         assert moe.routers[0].grad is None and moe.routers[1].grad is not None
 
 
 def test_the_plain_loop_does_read_values_back():
     with FakeTensorMode(), pytest.raises(DataDependentOutputException):
-        fake_run("loop", "cpu")
+        fake_run("reference", "cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -369,7 +369,7 @@ def test_a_frozen_part_leaves_the_other_gradients_alone(frozen):
         for name, p in moe.named_parameters():
             p.requires_grad_(not name.startswith(skip))
         moe.zero_grad(set_to_none=True)
-        moe(x, moe.router(0)).rows.square().sum().backward()
+        moe(x, moe.router(0)).expert_out.square().sum().backward()
         return {"n": x.grad} | {name: p.grad for name, p in moe.named_parameters()}
 
     every, some = gradients("nothing"), gradients(frozen)
@@ -432,7 +432,7 @@ def test_refuses_widths_that_grouped_gemms_cannot_address():
         rows(n, 12)
     with pytest.raises(InputError, match="d_model=12"):
         rows(n[:, :12], 16)
-    assert rows(n, 12, "loop").shape == rows(n.float(), 3).shape == (6, 16)
+    assert rows(n, 12, "reference").shape == rows(n.float(), 3).shape == (6, 16)
 
 
 def test_refuses_routers_cast_to_bfloat16():
@@ -522,4 +522,4 @@ def test_megablocks_computes_the_same(monkeypatch, capacity):
     assert dict(theirs.named_parameters()).keys() == dict(plain.named_parameters()).keys()
     actual, expected = results(ours, theirs, inputs), results(dense, theirs, inputs)
     torch.testing.assert_close(actual, expected, **EXACT)
-    assert theirs(inputs[1], 1).rows.shape == (15, 6)
+    assert theirs(inputs[1], 1).expert_out.shape == (15, 6)

@@ -60,7 +60,7 @@ def test_an_existing_checkpoint_is_not_written_over(tmp_path):
     config, model, optimizer = make()
     path = checkpoint.save(tmp_path, 1, config, model, optimizer)
     before = (path / "model.safetensors").read_bytes()
-    model.embedding.weight.data.zero_()
+    model.embed_tokens.weight.data.zero_()
     assert checkpoint.save(tmp_path, 1, config, model, optimizer) == path
     assert (path / "model.safetensors").read_bytes() == before
 

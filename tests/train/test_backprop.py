@@ -6,8 +6,7 @@ import torch.nn.functional as F
 
 from deeploop.config import Config, TrainConfig
 from deeploop.config.backprop import Segment, segments
-from deeploop.model.visits import cut
-from deeploop.train import backprop
+from deeploop.train.backprop import run_segment
 from tests.helpers.loom_cases import build, small
 
 RESIDUALS = ["loom", "loom-released", "deeploop", "pre_norm"]
@@ -32,11 +31,11 @@ def make(residual="loom", loops=6, moe=None, **train):
 def run(model, config, x, y):
     """Gradients of all segments, added up, and their losses."""
     model.zero_grad()
-    carried, losses = None, []
+    state, losses = None, []
     for segment in segments(config.train, config.model.loops):
-        piece = backprop.backward(model, config, segment, x, y, carried, None)
-        carried = piece.carried
-        losses.append(piece.loss)
+        result = run_segment(model, config, segment, x, y, state, None)
+        state = result.state
+        losses.append(result.loss)
     return losses, {n: p.grad for n, p in model.named_parameters()}
 
 
@@ -81,7 +80,7 @@ def test_segments_are_the_truncated_graph(residual):
     model.zero_grad()
     total, s = 0.0, None
     for first in (0, 2, 4):
-        s = model.run(x, range(first, first + 2), None if s is None else cut(model.config, s))
+        s = model.run(x, range(first, first + 2), None if s is None else model.rule.detach(s))
         total = total + cross_entropy(model, s.n, y) + 1e-3 * s.z
     total.backward()
     for name, p in model.named_parameters():
@@ -101,8 +100,8 @@ def test_last_loops_alone_get_gradient(residual):
     model.zero_grad()
     with torch.no_grad():
         s = model.run(x, range(4))
-    s = model.run(x, range(4, 6), cut(model.config, s))
-    (cross_entropy(model, s.n, y) + 1e-3 * s.z).backward()
+    s = model.run(x, range(4, 6), model.rule.detach(s))
+    (cross_entropy(model, s.n, y) + 1e-3 * s.router_z).backward()
     assert len(losses) == 1
     for name, p in model.named_parameters():
         if p.grad is None:
@@ -113,25 +112,25 @@ def test_last_loops_alone_get_gradient(residual):
 
 def test_every_segment_reaches_the_embedding_and_only_its_own_routers():
     model, config, x, y = make(backprop="segments", backprop_loops=2)
-    carried = None
+    state = None
     for segment in segments(config.train, 6):
         model.zero_grad()
-        carried = backprop.backward(model, config, segment, x, y, carried, None).carried
-        assert model.embedding.weight.grad.norm() > 0
+        state = run_segment(model, config, segment, x, y, state, None).state
+        assert model.embed_tokens.weight.grad.norm() > 0
         for sublayer in model.sublayers[1::2]:
             reached = {i for i, r in enumerate(sublayer.branch.routers) if r.grad is not None}
             assert reached == set(segment.loops)
-        assert not carried.h.requires_grad and not carried.glob.requires_grad
+        assert not state.h.requires_grad and not state.glob.requires_grad
 
 
 def test_later_segments_embed_with_the_weights_as_they_are_then():
     model, config, x, y = make(backprop="segments", backprop_loops=3)
     first, second = segments(config.train, 6)
-    carried = backprop.backward(model, config, first, x, y, None, None).carried
-    before = backprop.backward(model, config, second, x, y, carried, None).loss
+    state = run_segment(model, config, first, x, y, None, None).state
+    before = run_segment(model, config, second, x, y, state, None).loss
     with torch.no_grad():
-        model.embedding.weight.mul_(1.5)
-    after = backprop.backward(model, config, second, x, y, carried, None).loss
+        model.embed_tokens.weight.mul_(1.5)
+    after = run_segment(model, config, second, x, y, state, None).loss
     assert before != after
 
 
@@ -167,7 +166,7 @@ def test_watch_sees_each_visit_once(recompute):
     model, config, x, y = make(loops=2, recompute=recompute)
     seen = []
     (segment,) = segments(config.train, 2)
-    backprop.backward(model, config, segment, x, y, None, lambda visit, h: seen.append(visit))
+    run_segment(model, config, segment, x, y, None, lambda visit, h: seen.append(visit))
     assert [(v.loop, v.sublayer_index) for v in seen] == [
         (t, j) for t in range(2) for j in range(4)
     ]
@@ -196,11 +195,11 @@ def test_micro_batches_add_up_to_the_batch():
     model.zero_grad()
     sums = [torch.zeros((), dtype=torch.float64) for _ in whole_losses]
     for rows in (slice(0, 1), slice(1, 3)):
-        carried = None
+        state = None
         for i, segment in enumerate(segments(config.train, 6)):
-            piece = backprop.backward(model, config, segment, x[rows], y[rows], carried, None)
-            carried = piece.carried
-            sums[i] += piece.loss
+            result = run_segment(model, config, segment, x[rows], y[rows], state, None)
+            state = result.state
+            sums[i] += result.loss
     for a, b in zip(sums, whole_losses, strict=True):
         torch.testing.assert_close(a.float(), b.float(), rtol=1e-6, atol=0)
     for name, p in model.named_parameters():

@@ -87,7 +87,7 @@ def test_two_runs_are_the_same_and_the_seed_matters(config, quiet, tmp_path):
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         out = tmp_path / name
         trainer = open_run(config.replace("train", out=str(out), seed=seed), quiet)
-        first.append((trainer.batch()[0], trainer.model.embedding.weight.detach().clone()))
+        first.append((trainer.batch()[0], trainer.model.embed_tokens.weight.detach().clone()))
         trainer.fit()
         results.append(weights(out))
     assert_same_bits(results[0], results[1])
@@ -102,7 +102,7 @@ def test_accumulation_equals_the_whole_batch(config, quiet, tmp_path):
         trainer = open_run(run, quiet)
         trainer.model.double()
         trainer.optimizer.zero_grad = lambda set_to_none: None
-        tally = trainer.step(watch=True)
+        tally = trainer.step(observe=True)
         gradients.append([tally.total(), *(p.grad for p in trainer.model.parameters())])
     for other in gradients[1:]:
         for a, b in zip(gradients[0], other, strict=True):
@@ -113,7 +113,7 @@ def test_a_step_clips_and_takes_the_rate_of_its_place(config, quiet):
     trainer = open_run(config.replace("train", clip=1e-3, warmup=0.5), quiet)
     trainer.optimizer.zero_grad = lambda set_to_none: None
     trainer.done = 4
-    before = trainer.step(watch=False).grad_norm
+    before = trainer.step(observe=False).grad_norm
     after = torch.nn.utils.get_total_norm([p.grad for p in trainer.model.parameters()])
     assert before > 1e-2 and after == pytest.approx(1e-3, rel=1e-2)
     rates = {group["lr"] for group in trainer.optimizer.param_groups}
@@ -124,7 +124,7 @@ def test_no_forward_is_larger_than_a_micro_batch(config, quiet):
     """Validation included: micro_batch is what fits the device."""
     trainer = open_run(config.replace("train", micro_batch=2, steps=1), quiet)
     rows = []
-    trainer.model.embedding.register_forward_hook(lambda _, args, out: rows.append(len(args[0])))
+    trainer.model.embed_tokens.register_forward_hook(lambda _, args, out: rows.append(len(args[0])))
     trainer.fit()
     assert max(rows) == 2
 

@@ -9,7 +9,7 @@ import torch
 from deeploop.config import ModelConfig, MoEConfig
 from deeploop.model.moe.layer import MoE
 from deeploop.runs import checkpoint
-from deeploop.train.metrics import overlap, spread
+from deeploop.train.metrics import load_spread, router_overlap
 from deeploop.train.optim import learning_rate
 from deeploop.train.setup import describe, open_run, without_effect
 from deeploop.utils.errors import Diverged, InputError
@@ -46,9 +46,9 @@ def test_an_optimizer_step_for_each_segment_or_batch(loom, quiet, step_per, step
         whole(),
     )
     trainer.done = 3
-    trainer.step(watch=False)
+    trainer.step(observe=False)
     assert rates == [learning_rate(3, trainer.config.train)] * steps
-    assert taken(trainer, trainer.model.embedding.weight) == steps
+    assert taken(trainer, trainer.model.embed_tokens.weight) == steps
     assert [taken(trainer, r) for r in experts(trainer).routers] == [1, 1, 1, 1]
     assert f"{steps} optimizer step" in "\n".join(describe(trainer))
 
@@ -58,12 +58,12 @@ def test_a_step_per_batch_adds_the_segments_gradients(loom, quiet, tmp_path):
     trainer = open_run(loom.replace("train", step_per="batch", clip=0.0), quiet)
     trainer.optimizer.zero_grad = lambda set_to_none: None
     trainer.optimizer.step = lambda: None
-    trainer.step(watch=False)
+    trainer.step(observe=False)
     together = [p.grad for p in trainer.model.parameters()]
     apart = open_run(loom.replace("train", clip=0.0, out=str(tmp_path / "apart")), quiet)
     apart.optimizer.zero_grad = lambda set_to_none: None
     apart.optimizer.step = lambda: None
-    apart.step(watch=False)
+    apart.step(observe=False)
     for a, p in zip(together, apart.model.parameters(), strict=True):
         torch.testing.assert_close(a, p.grad, rtol=1e-5, atol=1e-7)
 
@@ -71,7 +71,7 @@ def test_a_step_per_batch_adds_the_segments_gradients(loom, quiet, tmp_path):
 def test_balance_moves_the_bias_once_a_step_by_the_whole_load(loom, quiet):
     trainer = open_run(loom, quiet)
     moe, lr = experts(trainer), trainer.config.model.moe.balance_lr
-    tally = trainer.step(watch=False)
+    tally = trainer.step(observe=False)
     assert tally.loads.shape == (4, 1, 4)
     assert tally.loads.sum() == 4 * 4 * 16 * 2  # loops, sequences, tokens, top_k
     load = tally.loads.sum((0, 1)).double()
@@ -81,7 +81,7 @@ def test_balance_moves_the_bias_once_a_step_by_the_whole_load(loom, quiet):
 
 def test_without_its_rate_the_bias_stays(loom, quiet):
     trainer = open_run(loom.replace("model.moe", balance_lr=0.0), quiet)
-    trainer.step(watch=False)
+    trainer.step(observe=False)
     assert not experts(trainer).bias.any()
 
 
@@ -121,7 +121,7 @@ def test_dropped_slots_are_those_that_weigh_nothing(loom, quiet, plan):
     trainer = open_run(config, quiet)
     moe, seen = experts(trainer), []
     moe.register_forward_hook(lambda _, __, routed: seen.append((routed.slots < 0).float().mean()))
-    figures = trainer.step(watch=True).figures()
+    figures = trainer.step(observe=True).figures()
     assert len(seen) == 8  # loops x micro-batches
     share = torch.stack(seen).mean().item()
     assert share > 0.1 and figures["dropped"] == pytest.approx(share, abs=1e-6)
@@ -148,16 +148,16 @@ def test_z_is_a_visits_mean_under_every_plan(loom, quiet, tmp_path, plan):
     wanted = torch.stack(parts).mean() / (4 - len(ahead))
     frozen = trainer.optimizer.step
     trainer.optimizer.step = lambda: None
-    found = trainer.step(watch=True).figures()["z"]
+    found = trainer.step(observe=True).figures()["z"]
     trainer.optimizer.step = frozen
     assert found == pytest.approx(wanted.item(), rel=1e-4)
 
 
 def test_overlap_and_spread_of_known_loads():
     loads = torch.tensor([[[4, 0, 0, 0]], [[0, 4, 0, 0]], [[1, 1, 1, 1]], [[8, 0, 0, 0]]])
-    matrix = overlap(loads)
+    matrix = router_overlap(loads)
     assert matrix[0, 1] == 0 and matrix[0, 3] == 1 and matrix[0, 2] == pytest.approx(0.5)
-    found = spread(loads).tolist()
+    found = load_spread(loads).tolist()
     assert found == pytest.approx([math.sqrt(3), math.sqrt(3), 0, math.sqrt(3)])
 
 

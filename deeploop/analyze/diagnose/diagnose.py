@@ -17,9 +17,10 @@ from rich.console import Console
 from rich.table import Table
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from deeploop.analyze.diagnose.diagnostics import Batch, Measured, figures, measure
-from deeploop.analyze.plan.memory import Live
-from deeploop.config import MOST_SEED, Config
+from deeploop.analyze.diagnose.diagnostics import Batch, Measured, as_figures, measure_state
+from deeploop.analyze.plan.memory import LiveBytes
+from deeploop.config import Config
+from deeploop.config.fields import MAX_SEED
 from deeploop.data.batches import train_batch, windows_per_epoch
 from deeploop.data.corpus import Corpus
 from deeploop.model.looplm import LoopLM
@@ -53,8 +54,8 @@ def diagnose(
     for name, value, least in (("probes", probes, 1), ("batch_size", batch_size, 0)):
         if value < least:
             raise InputError(f"{name}={value}: must be at least {least}")
-    if not 0 <= draw <= MOST_SEED:
-        raise InputError(f"draw={draw}: must be from 0 to {MOST_SEED}")
+    if not 0 <= draw <= MAX_SEED:
+        raise InputError(f"draw={draw}: must be from 0 to {MAX_SEED}")
     corpus = read_corpus(config)
     for saved in found:
         check_same(config, saved)
@@ -67,9 +68,9 @@ def diagnose(
         for line in describe(config, batch):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
         for step, model, optimizer in states(config, found):
-            measured = measure(model, optimizer, config, step, batch)
+            measured = measure_state(model, optimizer, config, step, batch)
             check_finite(measured, step)
-            readings.append(figures(measured, config, step))
+            readings.append(as_figures(measured, config, step))
         print_whole(console, table(readings))
         write(folder, config, batch, readings)
     console.print(
@@ -182,10 +183,10 @@ def describe(config: Config, batch: Batch) -> list[str]:
 
 def peak(config: Config, rows: int) -> int:
     """Bytes that a diagnosis of `rows` sequences holds at once, counted; none allocated."""
-    with FakeTensorMode(allow_non_fake_inputs=False), Live() as live:
+    with FakeTensorMode(allow_non_fake_inputs=False), LiveBytes() as live:
         model = LoopLM(config.model)
         tokens = torch.zeros(rows, config.model.seq_len, dtype=torch.int64)
-        measure(model, adamw(model, config.train), config, 0, Batch(tokens, tokens, 1, 0))
+        measure_state(model, adamw(model, config.train), config, 0, Batch(tokens, tokens, 1, 0))
         return live.peak
 
 

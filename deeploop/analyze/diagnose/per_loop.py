@@ -1,4 +1,4 @@
-"""How much the visits of a shared weight pull together: their gradients apart, and kappa_R.
+"""Measure how far the gradients of a shared weight's visits add up: kappa_R.
 
 For visit r (one of R loops) of sublayer j, whose branch has the parameters phi_j:
 
@@ -34,41 +34,46 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from deeploop.model.attention import AttentionContext
 from deeploop.model.looplm import LoopLM
 from deeploop.model.moe.layer import MoE
-from deeploop.model.recompute import Watch
-from deeploop.model.visits import LoopState, Sublayer, open_loop, update, walk
+from deeploop.model.state import LoopState, OnVisit
+from deeploop.model.sublayer import Sublayer
 
 
-class Part(NamedTuple):
-    """Some parameters of a sublayer that all loops share, and each loop's views of them."""
+class ParamGroup(NamedTuple):
+    """Parameters of a sublayer that all loops share, and a copy of each for every loop."""
 
-    own: list[nn.Parameter]
-    visits: list[list[nn.Parameter]]  # by loop; leaves of their own, in the same storages
-
-
-class Apart(NamedTuple):
-    """A model's sublayers, once for each loop, in the model's own memory."""
-
-    loops: list[list[Sublayer]]  # [R][2K]
-    branches: list[Part]  # [2K]
-    gains: list[Part]  # [2K]
+    params: list[nn.Parameter]
+    by_loop: list[list[nn.Parameter]]  # leaves with gradients of their own, on the same storage
 
 
-def apart(model: LoopLM) -> Apart:
-    """Sublayers whose visits have gradients apart; what steps the model's weights steps theirs."""
-    loops = [[_view(s) for s in model.sublayers] for _ in range(model.config.loops)]
+class PerLoopModel(NamedTuple):
+    """A model's sublayers once for each loop, on the model's own storage."""
+
+    sublayers: list[list[Sublayer]]  # [R][2K]
+    branches: list[ParamGroup]  # [2K]
+    gains: list[ParamGroup]  # [2K]
+
+
+def per_loop_model(model: LoopLM) -> PerLoopModel:
+    """Copy every sublayer once per loop, so that each loop gets gradients of its own.
+
+    The copies share storage with the model: a step of its optimizer changes them, too.
+    """
+    loops = [[_with_new_leaves(s) for s in model.sublayers] for _ in range(model.config.loops)]
     columns = [(s, [loop[j] for loop in loops]) for j, s in enumerate(model.sublayers)]
-    return Apart(
+    return PerLoopModel(
         loops,
-        [Part(_shared(s), [_shared(v) for v in visits]) for s, visits in columns],
-        [Part(_gains(s), [_gains(v) for v in visits]) for s, visits in columns],
+        [ParamGroup(_shared(s), [_shared(v) for v in copies]) for s, copies in columns],
+        [ParamGroup(_gains(s), [_gains(v) for v in copies]) for s, copies in columns],
     )
 
 
-def _view(sublayer: Sublayer) -> Sublayer:
-    """The sublayer over: shared parameters are new leaves in the old storages, the rest is it."""
+def _with_new_leaves(sublayer: Sublayer) -> Sublayer:
+    """Copy a sublayer so that its shared parameters are new leaves on the same storage.
+
+    All other parameters and buffers stay the same objects.
+    """
     memo: dict[int, object] = {id(t): t for t in (*sublayer.parameters(), *sublayer.buffers())}
     for p in (*_shared(sublayer), *_gains(sublayer)):
         memo[id(p)] = nn.Parameter(p.detach())
@@ -76,90 +81,82 @@ def _view(sublayer: Sublayer) -> Sublayer:
 
 
 def _shared(sublayer: Sublayer) -> list[nn.Parameter]:
+    """List the branch's parameters that all loops share: all but a router of one loop."""
     branch = sublayer.branch
     routers = branch.routers if isinstance(branch, MoE) and len(branch.routers) > 1 else ()
-    apart = {id(router) for router in routers}
-    return [p for p in branch.parameters() if id(p) not in apart]
+    excluded = {id(router) for router in routers}
+    return [p for p in branch.parameters() if id(p) not in excluded]
 
 
 def _gains(sublayer: Sublayer) -> list[nn.Parameter]:
-    return [g for g in (sublayer.gain_in, sublayer.gain_out) if g is not None]
+    norms = (sublayer.norm_in, sublayer.norm_out)
+    return [norm.weight for norm in norms if norm is not None]
 
 
-def run_apart(
-    model: LoopLM, loops: list[list[Sublayer]], tokens: Tensor, watch: Watch | None = None
-) -> LoopState:
-    """`LoopLM.run` through all loops, each over sublayers of its own; the same bits.
+def run_per_loop(
+    model: LoopLM, sublayers: list[list[Sublayer]], tokens: Tensor, on_visit: OnVisit | None = None
+) -> tuple[LoopState, Tensor]:
+    """Run all loops, each over sublayers of its own; returns the state and the final states n.
 
-    The gain in front of a loop's first sublayer is that loop's, though it acts at the end
-    of the loop before.
+    The same bits as `LoopLM.forward`. The gain of the norm before a loop's first sublayer
+    belongs to that loop, though it acts at the end of the loop before.
     """
-    c, x = model.config, model.embed(tokens)
-    place = AttentionContext(*model.rope(tokens, None, x.dtype), slot=0)
-    s = LoopState(x)
-    for loop, sublayers in enumerate(loops):
-        last = loop + 1 == len(loops)
-        behind = model.gain_final if last else loops[loop + 1][0].gain_in
-        s = open_loop(c, s, x, loop, sublayers[0].gain_in, x.dtype)
-        for visit in walk(c, sublayers, loop, last, behind):
-            if visit.sublayer_index + 1 == len(sublayers):
-                visit = visit._replace(gain_next=behind)
-            assert s.n is not None
-            s = update(c, s, visit.branch(s.n, place), visit)
-            if watch is not None:
-                watch(visit, s.h)
-    return s
+    s = model.run(tokens, range(len(sublayers)), by_loop=sublayers, on_visit=on_visit)
+    return s, model.output(s, tokens, on_visit=on_visit)
 
 
 def gradients(
     output: Tensor,
-    parts: Sequence[Part],
+    groups: Sequence[ParamGroup],
     others: Sequence[nn.Parameter] = (),
     weight: Tensor | None = None,
 ) -> tuple[list[list[list[Tensor]]], list[Tensor]]:
-    """Gradients of <output, weight> by [part][loop][parameter], and of others; keeps the graph."""
-    leaves = [p for part in parts for visit in part.visits for p in visit]
-    found = iter(torch.autograd.grad(output, [*leaves, *others], weight, retain_graph=True))
-    by_part = [[[next(found) for _ in visit] for visit in part.visits] for part in parts]
-    return by_part, list(found)
+    """Return gradients of <output, weight> by [group][loop][parameter], and those of `others`.
+
+    The graph is kept for further calls.
+    """
+    leaves = [p for group in groups for params in group.by_loop for p in params]
+    grads = iter(torch.autograd.grad(output, [*leaves, *others], weight, retain_graph=True))
+    by_group = [[[next(grads) for _ in params] for params in group.by_loop] for group in groups]
+    return by_group, list(grads)
 
 
-def gram(visits: list[list[Tensor]]) -> Tensor:
-    """Inner products of what the visits hold, float64 [R, R] on the CPU; zeros for nothing."""
-    total = torch.zeros(len(visits), len(visits), dtype=torch.float64)
-    for tensors in zip(*visits, strict=True):
-        rows = torch.stack([t.flatten() for t in tensors]).double()
-        total += (rows @ rows.T).cpu()
+def gram(by_loop: list[list[Tensor]]) -> Tensor:
+    """Return the inner products of the loops' tensors, float64 [R, R] on the CPU."""
+    total = torch.zeros(len(by_loop), len(by_loop), dtype=torch.float64)
+    for tensors in zip(*by_loop, strict=True):
+        flat = torch.stack([t.flatten() for t in tensors]).double()
+        total += (flat @ flat.T).cpu()
     return total
 
 
 def norms(grams: Tensor) -> Tensor:
-    """Norm of each visit: [..., R, R] -> [..., R]."""
+    """Return the norm of each visit: [..., R, R] -> [..., R]."""
     return grams.diagonal(dim1=-2, dim2=-1).sqrt()
 
 
 def joint(grams: Tensor) -> Tensor:
-    """Norm of the sum over visits: [..., R, R] -> [...]."""
+    """Return the norm of the sum over visits: [..., R, R] -> [...]."""
     return grams.sum((-2, -1)).clamp_min(0).sqrt()
 
 
 def cosines(grams: Tensor) -> Tensor:
-    """Cosines between visits: [..., R, R]; 0 where a visit has no gradient."""
+    """Return the cosines between visits: [..., R, R]; 0 where a visit has no gradient."""
     n = norms(grams)
     return grams / (n[..., :, None] * n[..., None, :]).clamp_min(1e-300)
 
 
 def kappas(u: Tensor, g: Tensor) -> Tensor:
-    """The paper's kappa_R of each sublayer, whose maximum it is: u, g [S, R, R] -> [S]."""
+    """Return kappa_R of each sublayer, u, g [S, R, R] -> [S]; the paper's is their maximum."""
     bound = u.shape[-1] * norms(u).max() * norms(g).max()
     return joint(u) * joint(g) / bound.clamp_min(1e-300)
 
 
 def directional(u: Tensor, g: Tensor) -> Tensor:
-    """kappa_R with each visit's own norm in the bound's place, [S]: of directions alone.
+    """Return kappa_R of the visits' directions alone, [S]: each visit's norm replaces the bound.
 
     R (|sum U| / sum |U|) (|sum G| / sum |G|): never below `kappas`, at most R, and R where
     the visits point the same way, however much larger some are than others.
     """
-    spread = (norms(u).sum(-1) * norms(g).sum(-1)).clamp_min(1e-300)
-    return u.shape[-1] * joint(u) * joint(g) / spread
+    scale = (norms(u).sum(-1) * norms(g).sum(-1)).clamp_min(1e-300)
+    return u.shape[-1] * joint(u) * joint(g) / scale

@@ -1,6 +1,6 @@
 """Bytes that a step holds at once, counted from the tensors it makes, real or fake.
 
-    with Live() as live:
+    with LiveBytes() as live:
         step()
     live.peak
 
@@ -12,10 +12,11 @@ a storage's growth by resize_. torch's own trackers were no choice: they refuse 
 that is called more than once.
 """
 
+import contextlib
 import itertools
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -27,13 +28,13 @@ from torch.utils._pytree import tree_leaves
 from deeploop.analyze.plan.fusion import backend
 from deeploop.analyze.plan.hardware import DEVICES
 from deeploop.analyze.plan.roofline import GPU, Clock
-from deeploop.config import Config, ModelConfig, TrainConfig
+from deeploop.config import Config, ModelConfig
 from deeploop.config.backprop import Segment, segments
 from deeploop.model.looplm import LoopLM
 from deeploop.model.loss import CHUNK_BYTES
-from deeploop.model.visits import LoopState
-from deeploop.train import backprop
-from deeploop.train.optim import adamw, clip_gradients, step_if_finite
+from deeploop.train.optim import adamw
+from deeploop.train.step import apply_gradients, train_step
+from deeploop.utils.device import autocast
 
 Kind = Literal["cpu", "cuda"]
 Scratch = dict[Any, Callable[[Any], int]]
@@ -51,7 +52,7 @@ class Instant(NamedTuple):
         return self.fixed + self.each * rows
 
 
-class Live(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):
     """Counts the bytes of storages made inside it: `now`, and the most there were, `peak`.
 
     `unit`: a size of the micro-batch that divides no other size of the model. A tensor
@@ -118,13 +119,13 @@ class Live(TorchDispatchMode):
         self.growing -= growing
 
 
-class Held(NamedTuple):
+class PeakBytes(NamedTuple):
     """Bytes at a step's peak."""
 
     weights: float  # float32 parameters, and buffers
     moments: float  # AdamW's two
-    gradients: float  # those there at the peak
-    activations: float  # all else: what backward needs, tokens, temporary tensors
+    gradients: float  # those that exist at the peak
+    activations: float  # the rest: saved for backward, tokens, temporary tensors
 
     @property
     def peak(self) -> float:
@@ -132,73 +133,111 @@ class Held(NamedTuple):
 
 
 class StepMemory(NamedTuple):
-    """The memory of a step whatever its micro-batch."""
+    """The memory of a step as a function of its micro-batch."""
 
     weights: int
     moments: int
     instants: list[Instant]
-    waiting: float  # bytes a sequence that another micro-batch keeps between segments
+    waiting: float  # bytes a sequence of another micro-batch keeps between segments
     batch: int
 
-    def held(self, rows: int) -> Held:
-        """At the peak, with micro-batches of so many sequences."""
-        top = max(self.instants, key=lambda instant: instant.at(rows))
-        waiting = self.waiting * max(0, self.batch - rows)
+    def at(self, sequences: int) -> PeakBytes:
+        """Return the bytes at the peak, with micro-batches of so many sequences."""
+        top = max(self.instants, key=lambda instant: instant.at(sequences))
+        waiting = self.waiting * max(0, self.batch - sequences)
         others = self.weights + self.moments + top.gradients
-        return Held(self.weights, self.moments, top.gradients, top.at(rows) + waiting - others)
+        activations = top.at(sequences) + waiting - others
+        return PeakBytes(self.weights, self.moments, top.gradients, activations)
 
 
 def step_memory(
     config: Config, kind: Kind = "cuda", clock: Clock | None = None, exact: bool = False
 ) -> StepMemory:
-    """Bytes of a training step, from its second step on; none allocated.
+    """Count the bytes of a training step of one process, from its second step on.
 
-    Of one process, with the run's plan and precision ("auto" is fp32). One micro-batch
-    runs, of a size near the run's that `Live` can tell apart, and stands for all: of an
-    accumulated batch, one that finds the gradients of those before it. With a step per
-    segment the others keep their stream and global memory between segments. Of segments
-    that are alike one runs. `clock` counts them all, in proportion to the sequences.
-    `kind` is whose operators run: the chunks of their loss, and what they need within
-    themselves. `exact` runs the run's own size of micro-batch, and then holds for no other.
+    Nothing is allocated. The step is the trainer's (`deeploop.train.step`) with one micro-batch,
+    whose size is a prime near the real one (see `recognisable_batch`); with accumulation,
+    gradients already exist when it starts. Of segments that are alike one is run. Precision
+    "auto" counts as fp32.
+
+    Args:
+        config: the run.
+        kind: the device whose operators run; it decides the chunks of the loss and the
+            operators' temporary memory.
+        clock: also counts the operators' seconds, in proportion to the sequences.
+        exact: run the real size of micro-batch; the result then holds for no other.
     """
     t, m = config.train, config.model
-    rows = t.micro_batch or t.batch_size
+    sequences = t.micro_batch or t.batch_size
     chunk = chunk_rows(m, kind)
-    unit = rows if exact else telling(rows, m, chunk)
-    micros, share = math.ceil(t.batch_size / rows), rows / unit
-    plan = segments(t, m.loops)
-    stepping = t.step_per == "segment"
-    with FakeTensorMode(), Live(unit, SCRATCH[kind]) as live:
+    unit = sequences if exact else recognisable_batch(sequences, m, chunk)
+    listed = segments(t, m.loops)
+    waits = t.step_per == "segment" and len(listed) > 1
+    with FakeTensorMode(), LiveBytes(unit, SCRATCH[kind]) as live:
         model = LoopLM(m)
-        spells = clock or Clock(DEVICES["h200"], GPU, m.vocab_size)  # whose seconds nobody reads
-        if t.compile:
-            torch.compiler.reset()  # past eight shapes or clocks it would run eagerly instead
-            for sublayer in model.sublayers:
-                sublayer.branch.compile(backend=backend(spells), dynamic=False, fullgraph=True)
         optimizer = adamw(model, t)
         weights = live.now
         fill_gradients(model, live)
-        step(model, optimizer, t, live)  # makes the moments
+        apply_gradients(model, optimizer, t.clip, t.lr)  # makes the moments
+        live.gradients.clear()
         moments = live.now - weights
-        watch_gradients(model, live)
         x, y = torch.zeros(2, unit, m.seq_len, dtype=torch.int64)
-        carried: LoopState | None = None
+        waiting = 16 * m.seq_len + (state_bytes(model, config, x) / unit if waits else 0)
+        timer = clock or Clock(DEVICES["h200"], GPU, m.vocab_size)  # its seconds are not read
+        if t.compile:
+            torch.compiler.reset()  # past eight shapes or clocks it would run eagerly instead
+            for sublayer in model.all_sublayers():
+                sublayer.branch.compile(backend=backend(timer), dynamic=False, fullgraph=True)
+        watch_gradients(model, live)
         live.instants.clear()
         live.clock = clock
-        alike = distinct(plan)
-        for segment, times in alike:
-            if micros > 1:
-                fill_gradients(model, live)
-            with spells.spell(times * micros, share):
-                piece = backprop.backward(model, config, segment, x, y, carried, None, chunk)
-            carried = piece.carried
-            del piece
-            if stepping or segment is alike[-1][0]:
-                with spells.spell(times if stepping else 1, part="optimizer"):
-                    step(model, optimizer, t, live)
-        waits = stepping and len(plan) > 1
-        waiting = 16 * m.seq_len + (size_of(carried) / unit if waits else 0)
+        simulate(model, optimizer, config, (x, y), dict(distinct(listed)), live, timer, chunk)
     return StepMemory(weights, moments, live.instants, waiting, t.batch_size)
+
+
+def simulate(
+    model: LoopLM,
+    optimizer: torch.optim.AdamW,
+    config: Config,
+    micro_batch: tuple[Tensor, Tensor],
+    times: dict[Segment, int],
+    live: LiveBytes,
+    timer: Clock,
+    chunk: int,
+) -> None:
+    """Take the trainer's step on one micro-batch; each segment counts for `times` of them."""
+    t = config.train
+    sequences = t.micro_batch or t.batch_size
+    micros, share = math.ceil(t.batch_size / sequences), sequences / len(micro_batch[0])
+    per_segment = t.step_per == "segment"
+    last = 1  # times of the segment that ran last
+
+    @contextlib.contextmanager
+    def around(segment: Segment | None) -> Iterator[None]:
+        nonlocal last
+        if segment is None:
+            with timer.repeat(last if per_segment else 1, component="optimizer"):
+                yield
+            live.gradients.clear()
+            return
+        last = times[segment]
+        if micros > 1:
+            fill_gradients(model, live)
+        with timer.repeat(last * micros, share):
+            yield
+
+    groups = [[s] for s in times] if per_segment else [list(times)]
+    train_step(
+        model, optimizer, config, [micro_batch], t.lr, groups=groups, around=around,
+        chunk_rows=chunk,
+    )  # fmt: skip
+
+
+def state_bytes(model: LoopLM, config: Config, tokens: Tensor) -> int:
+    """Return the bytes of the state that crosses a segment boundary."""
+    with torch.no_grad(), autocast(tokens.device, config.train.precision):
+        state = model.rule.detach(model.run(tokens, range(1)))
+    return sum(x.nbytes for x in tree_leaves(state) if isinstance(x, Tensor))
 
 
 def chunk_rows(m: ModelConfig, kind: Kind) -> int:
@@ -211,55 +250,51 @@ def few_chunks(config: Config, kind: Kind) -> bool:
 
     With one chunk logits grow with the micro-batch, from about four on they do not.
     """
-    m, rows = config.model, config.train.micro_batch or config.train.batch_size
+    m, sequences = config.model, config.train.micro_batch or config.train.batch_size
     chunk = chunk_rows(m, kind)
-    one = telling(rows, m, chunk) * m.seq_len <= chunk
-    return not one and rows * m.seq_len < 4 * chunk
+    one = recognisable_batch(sequences, m, chunk) * m.seq_len <= chunk
+    return not one and sequences * m.seq_len < 4 * chunk
 
 
-def telling(rows: int, m: ModelConfig, chunk: int) -> int:
-    """A prime from `rows` on that divides no other size than the micro-batch's."""
+def recognisable_batch(sequences: int, m: ModelConfig, chunk: int) -> int:
+    """Return the smallest prime batch size >= `sequences` that divides no size of the model.
+
+    Sizes that grow with the batch can then be recognised.
+    """
     others = {
         m.d_model, m.ff_width, m.n_heads, m.vocab_size, m.seq_len, m.moe.experts, m.moe.top_k,
         m.moe.d_expert or m.d_model, m.moe.shared, chunk,
     }  # fmt: skip
-    for n in itertools.count(max(rows, 5)):
+    for n in itertools.count(max(sequences, 5)):
         prime = all(n % k for k in range(2, math.isqrt(n) + 1))
         rest = n * m.seq_len % chunk if n * m.seq_len > chunk else 1  # rows of the last chunk
         if prime and (not rest or rest % n) and all(size % n for size in others if size):
             return n
-    raise AssertionError("there are primes without end")
+    raise AssertionError("unreachable: there are infinitely many primes")
 
 
-def distinct(plan: list[Segment]) -> list[tuple[Segment, int]]:
-    """A plan's segments, each with how many it stands for.
+def distinct(listed: list[Segment]) -> list[tuple[Segment, int]]:
+    """Return the segments that differ, each with the number of segments it stands for.
 
-    Behind the first all are alike but a shorter last one, and the second stands for them.
+    Segments 2 .. n-1 are alike, so only the second is simulated; a shorter last one differs.
     """
-    if len(plan) < 3:
-        return [(segment, 1) for segment in plan]
-    first, second, last = plan[0], plan[1], plan[-1]
+    if len(listed) < 3:
+        return [(segment, 1) for segment in listed]
+    first, second, last = listed[0], listed[1], listed[-1]
     short = len(last.loops) < len(second.loops)
-    found = [(first, 1), (second, len(plan) - 1 - short)]
-    return [*found, (last, 1)] if short else found
+    result = [(first, 1), (second, len(listed) - 1 - short)]
+    return [*result, (last, 1)] if short else result
 
 
-def step(model: LoopLM, optimizer: torch.optim.AdamW, t: TrainConfig, live: Live) -> None:
-    """The optimizer's step as the trainer takes it."""
-    step_if_finite(optimizer, clip_gradients(model, t.clip), t.lr)
-    optimizer.zero_grad(set_to_none=True)
-    live.gradients.clear()
-
-
-def fill_gradients(model: LoopLM, live: Live) -> None:
-    """The gradients that a micro-batch finds of those before it."""
+def fill_gradients(model: LoopLM, live: LiveBytes) -> None:
+    """Give every parameter a gradient, as earlier micro-batches leave one."""
     for p in model.parameters():
         if p.grad is None:
             p.grad = torch.zeros_like(p)
             live.gradients[id(p)] = p.nbytes
 
 
-def watch_gradients(model: LoopLM, live: Live) -> None:
+def watch_gradients(model: LoopLM, live: LiveBytes) -> None:
     """Tell `live` the size of each gradient once it is there."""
 
     def note(p: Tensor) -> None:
@@ -267,11 +302,6 @@ def watch_gradients(model: LoopLM, live: Live) -> None:
 
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(note)
-
-
-def size_of(s: LoopState | None) -> int:
-    """Bytes of a stream that crosses a segment boundary."""
-    return sum(x.nbytes for x in s or () if isinstance(x, Tensor))
 
 
 def copies(low: float, full: float) -> Callable[[Any], int]:

@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 import torch
 
 from deeploop.analyze.plan.hardware import DEVICES, Device, this_cpu
-from deeploop.analyze.plan.memory import Held, Kind, few_chunks, step_memory
-from deeploop.analyze.plan.roofline import GPU, MEASURED, Clock, Reach
+from deeploop.analyze.plan.memory import Kind, PeakBytes, few_chunks, step_memory
+from deeploop.analyze.plan.roofline import GPU, MEASURED, Clock, Efficiency
 from deeploop.config import Config, ModelConfig
 from deeploop.config.presets import presets
 from deeploop.model.flops import flops_per_token, weight_flops
@@ -51,7 +51,7 @@ class Target(NamedTuple):
     """What a run would run on."""
 
     device: Device
-    reach: Reach
+    efficiency: Efficiency
     kind: Kind
 
     @property
@@ -63,7 +63,7 @@ class Target(NamedTuple):
 class Step(NamedTuple):
     """A step: bytes at its peak, seconds by part, and seconds that the host takes to launch."""
 
-    held: Callable[[int], Held]  # by sequences of a micro-batch
+    memory: Callable[[int], PeakBytes]  # by sequences of a micro-batch
     parts: dict[str, float]
     host: float
 
@@ -74,7 +74,7 @@ class Estimate(NamedTuple):
     config: Config
     target: Target
     parameters: int
-    held: Held
+    memory: PeakBytes
     parts: dict[str, float]  # the device's seconds of a step
     host: float  # the seconds that it takes to launch
     largest: int  # sequences of a micro-batch; 0: not even one fits
@@ -108,7 +108,7 @@ class Estimate(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        return self.held.peak <= self.target.room
+        return self.memory.peak <= self.target.room
 
 
 def target_of(name: str) -> Target:
@@ -150,44 +150,44 @@ def count(config: Config, target: Target, timed: bool = True) -> Step:
     def further(a: float, b: float) -> float:
         return a + (layers - 1) * (b - a)
 
-    def held(rows: int) -> Held:
-        return Held(*map(further, one.held(rows), two.held(rows)))
+    def memory(sequences: int) -> PeakBytes:
+        return PeakBytes(*map(further, one.memory(sequences), two.memory(sequences)))
 
     parts = {part: further(one.parts[part], two.parts[part]) for part in one.parts}
-    return Step(held, parts, further(one.host, two.host))
+    return Step(memory, parts, further(one.host, two.host))
 
 
 def counted_peak(config: Config, rows: int) -> float:
     """Bytes that a CPU's step holds at its peak, with micro-batches of so many sequences."""
     target = Target(DEVICES["h200"], MEASURED, "cpu")  # whose seconds nobody reads
-    return count(config, target, timed=False).held(rows).peak
+    return count(config, target, timed=False).memory(rows).peak
 
 
 def count_whole(config: Config, target: Target, timed: bool = True) -> Step:
     """A step, every layer of it run."""
-    clock = Clock(target.device, target.reach, config.model.vocab_size)
-    memory = step_memory(config, target.kind, clock if timed else None)
-    held = memory.held
+    clock = Clock(target.device, target.efficiency, config.model.vocab_size)
+    counted = step_memory(config, target.kind, clock if timed else None)
+    memory = counted.at
     if few_chunks(config, target.kind):
         own = config.train.micro_batch or config.train.batch_size
-        at_own = step_memory(config, target.kind, exact=True).held(own)
+        at_own = step_memory(config, target.kind, exact=True).at(own)
 
-        def held(rows: int) -> Held:
-            return at_own if rows == own else memory.held(rows)
+        def memory(sequences: int) -> PeakBytes:
+            return at_own if sequences == own else counted.at(sequences)
 
-    return Step(held, dict(clock.seconds), clock.host)
+    return Step(memory, dict(clock.seconds), clock.host)
 
 
 def largest(config: Config, target: Target, step: Step) -> int:
     """Sequences of the largest micro-batch whose step fits; at most the batch, 0 for none."""
     t = config.train
     if t.micro_batch in (0, t.batch_size):
-        if step.held(t.batch_size).peak <= target.room:
+        if step.memory(t.batch_size).peak <= target.room:
             return t.batch_size
         config = config.replace("train", micro_batch=max(1, t.batch_size // 2))
         step = count(config, target, timed=False)  # its gradients pile up
     sizes = range(1, t.batch_size + 1)
-    return bisect_right(sizes, target.room, key=lambda rows: step.held(rows).peak)
+    return bisect_right(sizes, target.room, key=lambda sequences: step.memory(sequences).peak)
 
 
 def estimate(config: Config, target: Target) -> Estimate:
@@ -197,7 +197,7 @@ def estimate(config: Config, target: Target) -> Estimate:
     rows = config.train.micro_batch or config.train.batch_size
     most = largest(config, target, step)
     parameters = count_parameters(config.model)
-    return Estimate(config, target, parameters, step.held(rows), step.parts, step.host, most)
+    return Estimate(config, target, parameters, step.memory(rows), step.parts, step.host, most)
 
 
 def count_parameters(m: ModelConfig) -> int:
@@ -212,7 +212,7 @@ def against_full(e: Estimate) -> float:
     """Peak memory under the run's plan over that of full backprop."""
     t = e.config.train
     full = count(e.config.replace("train", backprop="full"), e.target, timed=False)
-    return e.held.peak / full.held(t.micro_batch or t.batch_size).peak
+    return e.memory.peak / full.memory(t.micro_batch or t.batch_size).peak
 
 
 # ---------------------------------------------------------------------------
@@ -227,7 +227,7 @@ def as_json(e: Estimate) -> dict[str, Any]:
         "parameters": e.parameters,
         "tokens_per_step": e.tokens,
         "flops_per_token": flops_per_token(e.config),
-        "memory": e.held._asdict() | {"peak": e.held.peak, "room": e.target.room},
+        "memory": e.memory._asdict() | {"peak": e.memory.peak, "room": e.target.room},
         "largest_micro_batch": e.largest,
         "seconds": e.parts | {"host": e.host, "step": e.seconds},
         "tokens_per_second": e.rate,
@@ -263,7 +263,7 @@ def in_flops(n: float) -> str:
 
 def describe(e: Estimate) -> list[str]:
     """One estimate in lines."""
-    t, m, held, device = e.config.train, e.config.model, e.held, e.target.device
+    t, m, held, device = e.config.train, e.config.model, e.memory, e.target.device
     rows = t.micro_batch or t.batch_size
     plan = t.backprop if t.backprop == "full" else f"{t.backprop}, {t.backprop_loops} loops"
     again = "" if t.recompute == "none" else f", each {t.recompute} run again"
@@ -311,7 +311,7 @@ def row(e: Estimate) -> str:
     """One estimate in one line, under HEAD."""
     t = e.config.train
     return (
-        f"{e.config.preset:40} {e.parameters:13,} {in_bytes(e.held.peak):>13} "
+        f"{e.config.preset:40} {e.parameters:13,} {in_bytes(e.memory.peak):>13} "
         f"{t.micro_batch or t.batch_size:5} {e.largest:7} {e.rate:9,.0f} {100 * e.mfu:4.1f}% "
         f"{in_time(3600 * e.hours):>14}"
     )
@@ -362,11 +362,11 @@ def show_many(configs: list[Config], device: str, json_wanted: bool, total: bool
     if not json_wanted:
         print(f"predicted for {target.device.title}; nothing was run\n{HEAD}")
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        twins = {twin(config): config for config in configs}
-        waiting = {key: pool.submit(estimate, config, target) for key, config in twins.items()}
+        unique = {cost_key(config): config for config in configs}
+        waiting = {key: pool.submit(estimate, config, target) for key, config in unique.items()}
         try:
             for config in configs:
-                e = waiting[twin(config)].result()
+                e = waiting[cost_key(config)].result()
                 e = e._replace(config=dataclasses.replace(e.config, preset=config.preset))
                 found.append(e)
                 if not json_wanted:
@@ -380,6 +380,6 @@ def show_many(configs: list[Config], device: str, json_wanted: bool, total: bool
         print("\n".join(matrix_sum(found)))
 
 
-def twin(config: Config) -> Config:
-    """What an estimate depends on: not the name, nor LOOM's gamma."""
+def cost_key(config: Config) -> Config:
+    """Return the configuration without fields that change no estimate: its name, LOOM's gamma."""
     return dataclasses.replace(config.replace("model.loom", scaling=True), preset="")

@@ -6,7 +6,7 @@
     clock.seconds, clock.host
 
 An operator with matrix products takes the longer of its FLOPs over the device's FLOP/s
-and its bytes over the device's bandwidth, each times what kernels reach of it (`Reach`);
+and its bytes over the device's bandwidth, each times what kernels reach of it (`Efficiency`);
 any other its bytes alone: each input read once, each output written once. A view takes
 nothing. An operator of several passes within is counted by pass (`experts`).
 """
@@ -44,8 +44,8 @@ SOFTMAX, SOFTMAX_WIDTH = {aten._softmax, aten._log_softmax}, 12 * 1024
 EMPTY = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 
 
-class Reach(NamedTuple):
-    """What kernels reach of a device's peaks."""
+class Efficiency(NamedTuple):
+    """The share of a device's peaks that kernels reach."""
 
     gemm: float  # of the FLOP/s of matrix products
     attention: float  # ... with all T x T pairs counted, of which causal kernels skip half
@@ -62,14 +62,14 @@ class Reach(NamedTuple):
 # then come out 2 to 15% short: what a step takes beside its loops, at R = 1 most of it, is
 # not all explained. `grouped` and `launch` are assumed; nothing of a mixture of experts has
 # been timed on a GPU, and no other GPU at all.
-GPU = Reach(gemm=0.62, attention=0.5, grouped=0.4, stream=0.79, updates=0.6, launch=8e-6)
-MEASURED = Reach(1.0, 1.0, 1.0, 1.0, 1.0, 0.0)  # peaks that are themselves measured
+GPU = Efficiency(gemm=0.62, attention=0.5, grouped=0.4, stream=0.79, updates=0.6, launch=8e-6)
+MEASURED = Efficiency(1.0, 1.0, 1.0, 1.0, 1.0, 0.0)  # peaks that are themselves measured
 
 
 class Work(NamedTuple):
     """What one pass does, and the part of the step it counts towards."""
 
-    part: str
+    component: str
     flops: float
     bytes: float
 
@@ -77,22 +77,22 @@ class Work(NamedTuple):
 class Clock:
     """Adds up the seconds of every operator it sees, by part of the step (`memory.Live`).
 
-    `seconds` is the device's time, `host` what launching takes. Within `spell` an operator
-    counts as run so many times, each for a share of its seconds, and towards that part.
+    `seconds` is the device's time, `host` the time that launching takes.
     """
 
-    def __init__(self, device: Device, reach: Reach, vocab_size: int) -> None:
-        self.device, self.reach, self.vocab_size = device, reach, vocab_size
+    def __init__(self, device: Device, efficiency: Efficiency, vocab_size: int) -> None:
+        self.device, self.efficiency, self.vocab_size = device, efficiency, vocab_size
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.host = 0.0
-        self.times, self.share, self.part = 1, 1.0, ""
+        self.times, self.share, self.component = 1, 1.0, ""
         self.closed = False
 
     @contextlib.contextmanager
-    def spell(self, times: int, share: float = 1.0, part: str = "") -> Iterator[None]:
-        self.times, self.share, self.part = times, share, part
+    def repeat(self, times: int, share: float = 1.0, component: str = "") -> Iterator[None]:
+        """Multiply the time of each operator inside by times * share, under `component`."""
+        self.times, self.share, self.component = times, share, component
         yield
-        self.times, self.share, self.part = 1, 1.0, ""
+        self.times, self.share, self.component = 1, 1.0, ""
 
     @contextlib.contextmanager
     def instead(self, passes: list[Work]) -> Iterator[None]:
@@ -115,21 +115,23 @@ class Clock:
         )
         bf16 = any(x.dtype == torch.bfloat16 for x in inputs)
         for work in works(func, args, kwargs, out, inputs, outputs):
-            self.count(work._replace(part="head and loss") if head else work, bf16)
+            self.count(work._replace(component="head and loss") if head else work, bf16)
 
     def count(self, work: Work, bf16: bool) -> None:
-        """Add one pass, run as many times as the spell says."""
-        self.host += self.times * self.reach.launch
+        """Add one pass, run as many times as `repeat` says."""
+        self.host += self.times * self.efficiency.launch
         seconds = self.times * self.share * self.time(work, bf16)
-        self.seconds[self.part or work.part] += seconds
+        self.seconds[self.component or work.component] += seconds
 
     def time(self, work: Work, bf16: bool) -> float:
         """Seconds of one pass."""
-        d, r = self.device, self.reach
-        moving = work.bytes / (d.bandwidth * (r.updates if work.part == "updates" else r.stream))
+        d, r = self.device, self.efficiency
+        moving = work.bytes / (
+            d.bandwidth * (r.updates if work.component == "updates" else r.stream)
+        )
         if not work.flops:
             return moving
-        share = {"attention": r.attention, "experts": r.grouped}.get(work.part, r.gemm)
+        share = {"attention": r.attention, "experts": r.grouped}.get(work.component, r.gemm)
         return max(moving, work.flops / ((d.bf16 if bf16 else d.fp32) * share))
 
 

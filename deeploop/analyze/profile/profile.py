@@ -150,8 +150,7 @@ def profile(trainer: Trainer, steps: Steps) -> dict[str, Any]:
 def advance(trainer: Trainer, count: int = 1) -> None:
     """Take some steps, and wait for the device."""
     for _ in range(count):
-        trainer.step(watch=False)
-        trainer.done += 1
+        trainer.step()
     if trainer.device.type == "cuda":
         torch.cuda.synchronize(trainer.device)
 
@@ -172,8 +171,7 @@ def step_times(trainer: Trainer, count: int) -> list[float]:
     stream = torch.cuda.current_stream(trainer.device)
     events = [stream.record_event(torch.cuda.Event(enable_timing=True))]
     for _ in range(count):
-        trainer.step(watch=False)
-        trainer.done += 1
+        trainer.step()
         events.append(stream.record_event(torch.cuda.Event(enable_timing=True)))
     torch.cuda.synchronize(trainer.device)
     return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events)]

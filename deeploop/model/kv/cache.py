@@ -1,27 +1,39 @@
-"""Keys and values of past tokens: one preallocated slot per (loop, attention layer)."""
+"""Keys and values of past tokens: one preallocated slot for each (loop, attention layer)."""
 
 import torch
 from torch import Tensor
 
+from deeploop.config import ModelConfig
 from deeploop.utils.errors import InputError
 
 
 class KVCache:
     """Past keys and values, one slot a visit, so that cache on equals cache off.
 
-    A looped model visits the same layer with other inputs in every loop; one
-    slot per sublayer_index layer would let a later loop overwrite an earlier one.
+    A looped model visits the same layer with other inputs in every loop; one slot per
+    physical layer would let a later loop overwrite an earlier one.
 
-    Shapes: keys and values are [slots, B, heads, max_len, head_dim].
+    Args:
+        config: the model's; its blocks before and after the loops have a slot each.
+        batch: sequences.
+        max_len: tokens of a sequence.
+        loops: loops that will be run; None: as in training.
+        like: a tensor of the cache's dtype and device.
+
+    Attention calls `update` alone; the model calls `check` before a forward and `advance`
+    after it.
     """
 
     def __init__(
-        self, slots: int, batch: int, heads: int, max_len: int, head_dim: int, like: Tensor
+        self, config: ModelConfig, batch: int, max_len: int, loops: int | None, *, like: Tensor
     ):
-        shape = (2, slots, batch, heads, max_len, head_dim)
+        loops = config.loops if loops is None else loops
+        self.prelude, self.n_layers, self.coda = config.prelude, config.n_layers, config.coda
+        head_dim = config.d_model // config.n_heads
+        shape = (2, self._slots(loops), batch, config.n_heads, max_len, head_dim)
         self.kv = torch.empty(shape, dtype=like.dtype, device=like.device)
         self.length = 0
-        self.loops: int | None = None  # of the chunks stored so far
+        self.loops: int | None = None  # of the tokens stored so far
 
     @property
     def slots(self) -> int:
@@ -31,36 +43,55 @@ class KVCache:
     def max_len(self) -> int:
         return self.kv.shape[4]
 
-    def append(self, slot: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k, v [B, heads, T, head_dim] behind the past; return past and new."""
-        end = self.length + k.shape[2]
+    def _slots(self, loops: int) -> int:
+        return self.prelude + self.n_layers * loops + self.coda
+
+    def slot(self, loop: int | None, block: int) -> int:
+        """Return the slot of a visit: of its loop (None: outside of the loops) and its block."""
+        if loop is not None:
+            return block + loop * self.n_layers
+        if block < self.prelude:
+            return block
+        return block + ((self.loops or 1) - 1) * self.n_layers
+
+    def check(self, batch: int, loops: int) -> None:
+        """Refuse another batch, more loops than there are slots, or a change of loops midway."""
+        if self._slots(loops) > self.slots:
+            raise InputError(
+                f"loops={loops}: the cache has {self.slots} slots, one a loop and layer; make it "
+                f"with new_cache(..., loops={loops})"
+            )
+        if batch != self.kv.shape[2]:
+            raise InputError(f"tokens: {batch} sequences, but the cache is for {self.kv.shape[2]}")
+        if self.length and self.loops != loops:
+            raise InputError(
+                f"loops={loops}: the cache was filled by {self.loops} loops; go on with those"
+            )
+        self.loops = loops
+
+    def update(
+        self, loop: int | None, block: int, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Store a visit's new keys and values after the past ones.
+
+        Args:
+            loop: counted from 0; None outside of the loops.
+            block: physical block, counted over prelude, core and coda.
+            k, v: [B, heads, T, head_dim].
+
+        Returns:
+            Past and new keys and values [B, heads, length + T, head_dim], and the causal mask
+            bool [T, length + T], None where plain causal attention or a single token needs none.
+        """
+        slot, new = self.slot(loop, block), k.shape[2]
+        end = self.length + new
         self.kv[0, slot, :, :, self.length : end] = k
         self.kv[1, slot, :, :, self.length : end] = v
-        return self.kv[0, slot, :, :, :end], self.kv[1, slot, :, :, :end]
-
-    def mask(self, new: int, device: torch.device) -> Tensor | None:
-        """Causal mask [new, length + new] of a chunk behind a past; None where not needed."""
-        if self.length == 0 or new == 1:
-            return None
-        past = torch.ones(new, self.length + new, dtype=torch.bool, device=device)
-        return past.tril(self.length)
+        mask = None
+        if self.length and new > 1:
+            mask = torch.ones(new, end, dtype=torch.bool, device=k.device).tril(self.length)
+        return self.kv[0, slot, :, :, :end], self.kv[1, slot, :, :, :end], mask
 
     def advance(self, new: int) -> None:
         """Count `new` tokens as past, once every visit has stored them."""
         self.length += new
-
-
-def check_cache(cache: KVCache, batch: int, loops: int, n_layers: int) -> None:
-    """Refuse a cache of other sizes, or filled by another number of loops."""
-    if loops * n_layers > cache.slots:
-        raise InputError(
-            f"loops={loops}: the cache has {cache.slots} slots, one a loop and layer; make it "
-            f"with new_cache(..., loops={loops})"
-        )
-    if batch != cache.kv.shape[2]:
-        raise InputError(f"tokens: {batch} sequences, but the cache is for {cache.kv.shape[2]}")
-    if cache.length and cache.loops != loops:
-        raise InputError(
-            f"loops={loops}: the cache was filled by {cache.loops} loops; go on with those"
-        )
-    cache.loops = loops

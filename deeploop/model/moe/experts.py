@@ -57,10 +57,10 @@ def grouped_mm(
     return _forward(x, gate_up, down, token, inverse, ends, save)[0]
 
 
-def loop(
+def reference(
     x: Tensor, gate_up: Tensor, down: Tensor, token: Tensor, inverse: Tensor, ends: Tensor
 ) -> Tensor:
-    """The same as one writes it first: a loop over experts, autograd; reads `ends` back."""
+    """Run the experts one by one in plain PyTorch: the specification of `grouped_mm`."""
     begin, outputs = 0, []
     for end, w_in, w_out in zip(ends.tolist(), gate_up.unbind(0), down.unbind(0), strict=True):
         chosen = x.index_select(0, token[begin:end])
@@ -79,7 +79,7 @@ def check_strides(d_model: int, d_expert: int, dtype: torch.dtype, device: torch
         if width % step:
             raise InputError(
                 f"{name}={width}: grouped GEMMs in {str(dtype).removeprefix('torch.')} need a "
-                f"multiple of {step}; use {width + -width % step}, or the backend 'loop'"
+                f"multiple of {step}; use {width + -width % step}, or the backend 'reference'"
             )
 
 

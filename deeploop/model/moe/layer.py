@@ -37,34 +37,37 @@ from deeploop.model.moe import experts, megablocks
 from deeploop.utils.device import autocast_dtype
 from deeploop.utils.errors import InputError
 
-BACKENDS = ("grouped_mm", "loop", "megablocks")
+BACKENDS = ("grouped_mm", "reference", "megablocks")
 SMALLEST = 1e-9  # of the sum that the kept weights are divided by
 
 
 class Routed(NamedTuple):
-    """What `expert_combine` needs, and what the trainer counts."""
+    """A MoE's outputs before they are combined, and its router's statistics."""
 
-    rows: Tensor  # [N k, d] expert outputs, grouped by expert (megablocks: [N, d], combined)
-    slots: Tensor  # int32 [N, k]: which row is each token's j-th; -1 = dropped
+    expert_out: Tensor  # [N k, d] grouped by expert (megablocks: [N, d], already combined)
+    slots: Tensor  # int32 [N, k]: the row of expert_out of each token's j-th expert; -1: dropped
     weights: Tensor  # float32 [N, k], normalised over the kept slots
     shared: Tensor | None  # [..., d] sum of the always-on shared experts
     z: Tensor  # scalar: mean logsumexp^2 of the router's logits
     load: Tensor  # int64 [E]: slots per expert, dropped ones included
 
 
-def combine(routed: Routed) -> Tensor:
-    """sum over j of weights[j] * rows[slots[j]] + shared, [..., d]: a branch's plain output.
+def combine(f: Tensor | Routed) -> Tensor:
+    """Combine expert outputs: sum over j of weights[j] * expert_out[slots[j]] + shared, [..., d].
 
-    For updates that take one tensor; `expert_combine` does it and LOOM's update in one
-    pass. Sums in float32 (float64 where the rows are), rounded once.
+    For rules whose kernel takes one tensor (a dense branch's output is returned unchanged);
+    `expert_combine` fuses it with LOOM's update. Sums in float32 (float64 where expert_out
+    is), rounded once.
     """
-    rows, dtype = routed.rows, torch.promote_types(routed.rows.dtype, torch.float32)
-    there = (routed.slots >= 0)[..., None]
-    chosen = rows[routed.slots.clamp(min=0).long()].where(there, 0).to(dtype)
-    y = torch.einsum("nk,nkd->nd", routed.weights.to(dtype), chosen)
-    if routed.shared is None:
-        return y.to(rows.dtype)
-    return (y.view(routed.shared.shape) + routed.shared).to(rows.dtype)
+    if isinstance(f, Tensor):
+        return f
+    out, dtype = f.expert_out, torch.promote_types(f.expert_out.dtype, torch.float32)
+    kept = (f.slots >= 0)[..., None]
+    chosen = out[f.slots.clamp(min=0).long()].where(kept, 0).to(dtype)
+    y = torch.einsum("nk,nkd->nd", f.weights.to(dtype), chosen)
+    if f.shared is None:
+        return y.to(out.dtype)
+    return (y.view(f.shared.shape) + f.shared).to(out.dtype)
 
 
 class Groups(NamedTuple):
@@ -164,11 +167,11 @@ class MoE(nn.Module):
             slots, weights = drop(groups, indices, load, weights, cap)
         x = n.reshape(-1, n.shape[-1])
         if self._peer:
-            rows, slots, weights = megablocks.run(self._peer[0], self, x, weights, indices)
+            expert_out, slots, weights = megablocks.run(self._peer[0], self, x, weights, indices)
         else:
-            run = experts.grouped_mm if self.backend == "grouped_mm" else experts.loop
-            rows = run(x, self.gate_up, self.down, *groups)
-        return Routed(rows, slots, weights, shared, z, load)
+            run = experts.grouped_mm if self.backend == "grouped_mm" else experts.reference
+            expert_out = run(x, self.gate_up, self.down, *groups)
+        return Routed(expert_out, slots, weights, shared, z, load)
 
     def capacity(self, n_tokens: int) -> int | None:
         """Slots an expert keeps of one micro-batch; None where it can get no more than that."""

@@ -32,7 +32,7 @@ def test_a_step_of_the_bench_is_the_trainers(config, quiet, step_per):
     there.model.load_state_dict(trainer.model.state_dict())
     tokens, targets = trainer.batch()
     with trainer.lock:
-        trainer.step(watch=False)
+        trainer.step(observe=False)
     take_step(Training(there.config, there.model, there.optimizer, tokens, targets))
     expected = trainer.model.state_dict()
     for name, value in there.model.state_dict().items():
@@ -117,7 +117,7 @@ def test_optimizers_agree_or_are_named():
 
 
 def test_a_wrong_optimizer_is_told(monkeypatch):
-    wrong = {"foreach": lambda model: bench_optimizer.torchs(model.embedding, True)}
+    wrong = {"foreach": lambda model: bench_optimizer.torchs(model.embed_tokens, True)}
     monkeypatch.setattr(bench_optimizer, "CONTENDERS", bench_optimizer.CONTENDERS | wrong)
     missing = {}
     assert "foreach" not in bench_optimizer.built("loom-tiny", missing)

@@ -1,0 +1,164 @@
+"""Fields of the model, and the values of `model.residual`."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal, NamedTuple
+
+from deeploop.config import scaling
+from deeploop.config.fields import FRACTION, MAY_CHANGE, NOT_NEGATIVE, POSITIVE, flag
+from deeploop.utils.errors import InputError
+
+MAX_EXPERTS = 512  # of sigmoid_router; importing it from there would import torch
+
+
+class ResidualChoice(NamedTuple):
+    """One value of `model.residual`: the class that implements it, and where its scales come from."""
+
+    rule: str  # "module:Class", a subclass of deeploop.model.residual.base.Residual
+    exponent: float | None = None  # default p of alpha and beta; None: alpha = beta = 1
+    section: str | None = None  # the section of ModelConfig that only this rule reads
+
+
+# The registry of residual rules. A new rule is a file in deeploop/model/residual/ and a line here.
+RESIDUALS = {
+    "pre_norm": ResidualChoice("deeploop.model.residual.pre_norm:PreNorm"),
+    "deepnorm": ResidualChoice(
+        "deeploop.model.residual.deepnorm:DeepNorm", scaling.DEEPNORM_EXPONENT
+    ),
+    "deeploop": ResidualChoice(
+        "deeploop.model.residual.deepnorm:DeepNorm", scaling.DEEPLOOP_EXPONENT
+    ),
+    "loom": ResidualChoice("deeploop.model.residual.loom:Loom", section="loom"),
+}
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """Mixture of experts in the place of SwiGLU; with 0 experts, SwiGLU."""
+
+    experts: Annotated[int, flag("routed experts; 0: a dense SwiGLU"), NOT_NEGATIVE] = 0
+    top_k: Annotated[int, flag("routed experts a token goes to"), POSITIVE] = 6
+    d_expert: Annotated[int, flag("inner width of an expert; 0: d_model"), NOT_NEGATIVE] = 0
+    shared: Annotated[int, flag("experts that every token goes to"), NOT_NEGATIVE] = 2
+    router_per_loop: Annotated[bool, flag("a router for each loop; else one for all")] = True
+    router_copied: Annotated[
+        bool, flag("routers of later loops start as copies of the first; else drawn separately")
+    ] = True
+    capacity_factor: Annotated[
+        float, flag("tokens an expert takes in training, over the mean; 0: all"), NOT_NEGATIVE
+    ] = 1.5
+    z_loss: Annotated[
+        float, flag("weight of each visit's mean squared logsumexp of router logits"), NOT_NEGATIVE
+    ] = 1e-3
+    balance_lr: Annotated[
+        float, flag("step of the bias that balances experts; 0: no bias"), NOT_NEGATIVE
+    ] = 2e-3
+    backend: Annotated[
+        Literal["grouped_mm", "megablocks", "reference"],
+        flag("implementation of the experts' matrix products; reference: a plain loop over them"),
+        MAY_CHANGE,
+    ] = "grouped_mm"
+
+
+@dataclass(frozen=True)
+class LoomConfig:
+    """The components of LOOM (arXiv 2610.01153), each a switch; read by `residual` loom alone."""
+
+    strength: Annotated[float, flag("lambda of gamma and g_t"), POSITIVE] = 0.5
+    decay: Annotated[float, flag("beta of the two averages of attention"), FRACTION] = 0.5
+    scaling: Annotated[bool, flag("scale branches by gamma; else by 1")] = True
+    injection: Annotated[bool, flag("mix the embedding in again from loop 2 on")] = True
+    branch_norm: Annotated[bool, flag("RMSNorm after the MoE branch")] = True
+    looping_residual: Annotated[
+        bool, flag("two moving averages of attention outputs; else the output alone")
+    ] = True
+    global_source: Annotated[
+        Literal["output", "readout"],
+        flag("input of the global average: the paper's output or the released code's readout"),
+    ] = "output"
+    carry: Annotated[
+        Literal["raw", "normalised"],
+        flag("the stream between loops: unchanged (paper) or normalised (released code)"),
+    ] = "raw"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A looped language model: P + K + C physical blocks, of which K run R = loops times."""
+
+    residual: Annotated[
+        str,
+        flag("residual rule; pre_norm is h + f", metavar="{" + ",".join(RESIDUALS) + "}"),
+    ] = "deeploop"
+    d_model: Annotated[int, flag("width of the residual stream"), POSITIVE] = 192
+    n_layers: Annotated[
+        int, flag("physical blocks K of the loop: attention + SwiGLU or MoE"), POSITIVE
+    ] = 2
+    loops: Annotated[
+        int, flag("loops R in training; the residual scales follow from it", "--loops"), POSITIVE
+    ] = 4
+    prelude: Annotated[
+        int, flag("blocks P before the loop, run once; dense SwiGLU"), NOT_NEGATIVE
+    ] = 0
+    coda: Annotated[int, flag("blocks C after the loop, run once; dense SwiGLU"), NOT_NEGATIVE] = 0
+    n_heads: Annotated[int, flag("attention heads; must divide d_model"), POSITIVE] = 3
+    d_ff: Annotated[
+        int, flag("SwiGLU inner width; 0 means 8/3 d_model, up to a multiple of 64"), NOT_NEGATIVE
+    ] = 0
+    vocab_size: Annotated[int, flag("rows of the embedding; 0: the tokenizer's"), NOT_NEGATIVE] = 0
+    seq_len: Annotated[int, flag("tokens per training sequence"), POSITIVE] = 128
+    p: Annotated[float | None, flag("exponent of alpha and beta; none: the rule's default")] = None
+    qk_norm: Annotated[bool, flag("parameter-free RMSNorm on queries and keys")] = False
+    rope_base: Annotated[float, flag("RoPE base frequency"), POSITIVE] = 10000.0
+    norm_eps: Annotated[float, flag("epsilon of every RMSNorm"), POSITIVE] = 1e-6
+    embed_std: Annotated[float, flag("std of the initial embedding"), POSITIVE] = 0.02
+    moe: MoEConfig = field(default_factory=MoEConfig)
+    loom: LoomConfig = field(default_factory=LoomConfig)
+
+    @property
+    def ff_width(self) -> int:
+        """Inner width of a dense SwiGLU."""
+        return self.d_ff or 64 * -(-8 * self.d_model // (3 * 64))
+
+    @property
+    def n_blocks(self) -> int:
+        """N = P + K R + C, the blocks that a token passes in training."""
+        return self.prelude + self.n_layers * self.loops + self.coda
+
+    @property
+    def exponent(self) -> float | None:
+        """p of alpha = (2N)^p and beta = (8N)^-p; None for rules without these scales."""
+        default = RESIDUALS[self.residual].exponent
+        return default if default is None or self.p is None else self.p
+
+    @property
+    def alpha(self) -> float:
+        """Run-time residual scale, fixed by the training loops; 1 for rules without."""
+        return 1.0 if self.exponent is None else scaling.alpha(self.n_blocks, self.exponent)
+
+    @property
+    def beta(self) -> float:
+        """Gain on the initial V, O and FFN matrices; 1 for rules without."""
+        return 1.0 if self.exponent is None else scaling.beta(self.n_blocks, self.exponent)
+
+
+def check_model(m: ModelConfig) -> None:
+    """Refuse combinations of model fields that describe no model; raises InputError."""
+    if m.residual not in RESIDUALS:
+        raise InputError(f"model.residual={m.residual!r}: must be one of {', '.join(RESIDUALS)}")
+    if m.d_model % m.n_heads or (m.d_model // m.n_heads) % 2:
+        raise InputError(
+            f"model.n_heads={m.n_heads}: must divide model.d_model={m.d_model} "
+            "into heads of an even width"
+        )
+    if m.p is not None and (m.exponent is None or not 0 <= m.p <= 2):
+        scaled = [name for name, choice in RESIDUALS.items() if choice.exponent is not None]
+        raise InputError(
+            f"model.p={m.p}: an exponent from 0 to 2 of the rules {' and '.join(scaled)}"
+            f" (model.residual={m.residual})"
+        )
+    if m.moe.experts > MAX_EXPERTS:
+        raise InputError(f"model.moe.experts={m.moe.experts}: must not exceed {MAX_EXPERTS}")
+    if m.moe.experts and m.moe.top_k > m.moe.experts:
+        raise InputError(
+            f"model.moe.top_k={m.moe.top_k}: must not exceed model.moe.experts={m.moe.experts}"
+        )

@@ -1,0 +1,110 @@
+"""Fields of training."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from deeploop.config.fields import FRACTION, MAY_CHANGE, NOT_NEGATIVE, POSITIVE, flag
+from deeploop.utils.errors import InputError
+
+if TYPE_CHECKING:
+    from deeploop.config.model import ModelConfig
+
+Recompute = Literal["none", "visit", "loop"]
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How a model is trained, validated and saved."""
+
+    steps: Annotated[
+        int,
+        flag("batches; with segments the optimizer may step several times on each", "--steps"),
+        POSITIVE,
+        MAY_CHANGE,
+    ] = 280
+    batch_size: Annotated[int, flag("sequences per step, over all ranks"), POSITIVE] = 16
+    micro_batch: Annotated[
+        int,
+        flag("sequences per forward; 0: all of a rank's", "--micro-batch"),
+        NOT_NEGATIVE,
+        MAY_CHANGE,
+    ] = 0
+    backprop: Annotated[
+        Literal["full", "segments", "last"],
+        flag(
+            "how far gradients go: full, through all loops; segments: a loss and a backward every "
+            "backprop-loops loops; last: through the last backprop-loops loops",
+            "--backprop",
+        ),
+    ] = "full"
+    backprop_loops: Annotated[int, flag("loops of a segment, or last loops"), POSITIVE] = 3
+    step_per: Annotated[
+        Literal["segment", "batch"], flag("an optimizer step for each segment, or one a batch")
+    ] = "segment"
+    recompute: Annotated[
+        Recompute,
+        flag("activation checkpointing: run each visit or each loop again in backward"),
+        MAY_CHANGE,
+    ] = "none"
+    lr: Annotated[float, flag("peak learning rate", "--lr"), POSITIVE, MAY_CHANGE] = 1.5e-3
+    schedule: Annotated[
+        Literal["wsd", "cosine"], flag("shape of the learning rate"), MAY_CHANGE
+    ] = "wsd"
+    warmup: Annotated[float, flag("fraction of steps spent warming up"), FRACTION, MAY_CHANGE] = 0.1
+    decay: Annotated[
+        float, flag("fraction of steps spent decaying (wsd)"), FRACTION, MAY_CHANGE
+    ] = 0.1
+    min_lr: Annotated[
+        float, flag("final learning rate, as a fraction of lr"), FRACTION, MAY_CHANGE
+    ] = 0.0
+    weight_decay: Annotated[float, flag("AdamW decay, on matrices"), NOT_NEGATIVE, MAY_CHANGE] = 0.1
+    decay_gains: Annotated[bool, flag("AdamW decay on norm gains, too")] = False
+    beta1: Annotated[float, flag("AdamW first moment decay"), FRACTION, MAY_CHANGE] = 0.9
+    beta2: Annotated[float, flag("AdamW second moment decay"), FRACTION, MAY_CHANGE] = 0.95
+    clip: Annotated[
+        float, flag("largest gradient norm; 0 means no clipping"), NOT_NEGATIVE, MAY_CHANGE
+    ] = 1.0
+    precision: Annotated[
+        Literal["auto", "bf16", "fp32"],
+        flag("auto: bf16 autocast where the device computes in it, else fp32"),
+    ] = "auto"
+    device: Annotated[str, flag("auto, cpu, cuda or cuda:N"), MAY_CHANGE] = "auto"
+    compile: Annotated[
+        bool, flag("torch.compile each block (needs a C++ compiler on CPU)"), MAY_CHANGE
+    ] = False
+    seed: Annotated[
+        int, flag("seed of the weights and of the data order", "--seed"), NOT_NEGATIVE
+    ] = 0
+    log_every: Annotated[
+        int, flag("steps between lines of metrics.jsonl"), POSITIVE, MAY_CHANGE
+    ] = 10
+    eval_every: Annotated[
+        int, flag("steps between validations; 0: only at the end"), NOT_NEGATIVE, MAY_CHANGE
+    ] = 100
+    eval_tokens: Annotated[
+        int, flag("held-out tokens per validation; 0 means all"), NOT_NEGATIVE, MAY_CHANGE
+    ] = 0
+    save_every: Annotated[
+        int, flag("steps between checkpoints; 0: only at the end"), NOT_NEGATIVE, MAY_CHANGE
+    ] = 100
+    keep: Annotated[
+        int, flag("checkpoints kept, newest first; 0 means all"), NOT_NEGATIVE, MAY_CHANGE
+    ] = 2
+    out: Annotated[str, flag("run folder; empty: runs/PRESET-TIME", "--out"), MAY_CHANGE] = ""
+
+
+def check_train(m: "ModelConfig", t: TrainConfig) -> None:
+    """Refuse combinations of training fields that cannot run; raises InputError."""
+    if t.micro_batch > t.batch_size:
+        raise InputError(
+            f"train.micro_batch={t.micro_batch}: must not exceed train.batch_size={t.batch_size}"
+        )
+    if t.backprop == "last" and t.backprop_loops > m.loops:
+        raise InputError(
+            f"train.backprop_loops={t.backprop_loops}: must not exceed model.loops={m.loops} "
+            "with train.backprop=last"
+        )
+    if t.warmup + t.decay > 1:
+        raise InputError(
+            f"train.warmup={t.warmup} and train.decay={t.decay}: must not add up to more than 1"
+        )

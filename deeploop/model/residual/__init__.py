@@ -1,0 +1,15 @@
+"""Residual rules: how a branch's output joins the stream. One file for each rule."""
+
+import importlib
+
+from deeploop.config import ModelConfig
+from deeploop.config.model import RESIDUALS
+from deeploop.model.residual.base import Residual
+
+__all__ = ["Residual", "residual_rule"]
+
+
+def residual_rule(config: ModelConfig) -> Residual:
+    """Make the rule that `config.residual` names (`deeploop.config.model.RESIDUALS`)."""
+    module, _, name = RESIDUALS[config.residual].rule.partition(":")
+    return getattr(importlib.import_module(module), name)(config)

@@ -1,0 +1,87 @@
+"""The data that flow through a looped Transformer: visits, and the state between them.
+
+A *sublayer* (attention, MLP or MoE) owns parameters; a *visit* is one use of it. The residual
+stream `h` and the next sublayer's already normalised input `n` travel together, so that each
+visit ends in one fused kernel: residual rule plus following norm.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from deeploop.model.attention import AttentionContext
+from deeploop.model.moe.layer import MoE, Routed
+from deeploop.model.sublayer import Sublayer
+
+
+class Visit(NamedTuple):
+    """One use of a sublayer, and the norm that follows it."""
+
+    loop: int | None  # counted from 0; None for a block before or after the loops
+    block: int  # physical block, counted from 0 over prelude, core and coda
+    sublayer_index: int  # in its list: LoopLM.prelude, .sublayers or .coda
+    sublayer: Sublayer
+    next_gain: Tensor | None  # [d_model] gain of the following norm; None: all ones
+    norm: bool = True  # False: no norm follows, as the next loop starts with one
+    ends_loop: bool = False  # the last visit of its loop
+
+    def branch(self, n: Tensor, context: AttentionContext) -> "Tensor | Routed":
+        """Run the sublayer's branch on its normalised input [B, T, d_model]."""
+        branch = self.sublayer.branch
+        # The router's matrix, not the loop's number: a compiled branch then serves every loop.
+        if isinstance(branch, MoE):
+            return branch(n, branch.router(self.loop or 0))
+        return branch(n, context)
+
+
+OnVisit = Callable[[Visit, Tensor], None]  # called with each visit and the stream after it
+
+
+class LoopState(NamedTuple):
+    """The state between two visits."""
+
+    h: Tensor  # [B, T, d_model] residual stream
+    n: Tensor | None = None  # [B, T, d_model] normalised input of the next visit
+    memory: Any = None  # further tensors of the residual rule, such as LOOM's averages
+    router_z: Tensor | None = None  # scalar: sum over MoE visits of mean squared logsumexp
+    expert_loads: tuple[Tensor, ...] = ()  # of each MoE visit: int64 [experts], tokens sent there
+
+    @property
+    def normed(self) -> Tensor:
+        """The normalised input of the next visit; raises RuntimeError where there is none yet."""
+        if self.n is None:
+            raise RuntimeError("the state has no normalised input: start a loop first")
+        return self.n
+
+    def with_routing(self, f: "Tensor | Routed") -> "LoopState":
+        """Add a branch output's router statistics; the same state for a dense branch."""
+        if not isinstance(f, Routed):
+            return self
+        z = f.z if self.router_z is None else self.router_z + f.z
+        return self._replace(router_z=z, expert_loads=(*self.expert_loads, f.load))
+
+
+def visits(
+    sublayers: Sequence[Sublayer],
+    loop: int | None,
+    first_block: int,
+    next_gain: Tensor | None,
+    norm: bool = True,
+) -> Iterator[Visit]:
+    """Yield a visit of each sublayer, in order.
+
+    Args:
+        sublayers: attention and feed-forward by turns, two for each block.
+        loop: counted from 0; None outside of the loops.
+        first_block: index of the first block among all blocks.
+        next_gain: gain [d_model] of the norm after the last visit.
+        norm: whether a norm follows the last visit.
+    """
+    last = len(sublayers) - 1
+    for j, sublayer in enumerate(sublayers):
+        block = first_block + j // 2
+        if j < last:
+            yield Visit(loop, block, j, sublayer, sublayers[j + 1].gain_in)
+        else:
+            yield Visit(loop, block, j, sublayer, next_gain, norm, ends_loop=loop is not None)
