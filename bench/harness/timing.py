@@ -185,8 +185,8 @@ def measured(
 def peak_of(run: Callable[[], object], existing: Iterable[Tensor] = ()) -> int:
     """Measure the peak of a call's memory, in bytes beyond those allocated before it.
 
-    On a CPU storages are counted (`deeploop.analyze.plan.memory.LiveBytes`); `existing` are then the
-    tensors allocated before that the call may touch.
+    On a CPU storages are counted (`LiveBytes` of `deeploop.analyze.plan.memory`); `existing` are
+    then the tensors allocated before that the call may touch.
     """
     if not torch.cuda.is_available():
         from deeploop.analyze.plan.memory import LiveBytes  # needs the trainer's packages

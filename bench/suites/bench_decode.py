@@ -2,17 +2,17 @@
 
     pytest bench/suites/bench_decode.py -s [--benchmark-json=FILE]
 
-The default model on a CPU, the 124M one on CUDA, float32 as `deeploop generate` runs them,
-batches of 1 and 8:
+The default model on a CPU, the 124M one on CUDA, float32 as in `deeploop generate`, batches of
+1 and 8:
 
-* cached: `deeploop.eval.generate.sample`: keys and values of every visit kept;
-* recomputed: all tokens so far through the model for each new one.
+* cached: `deeploop.eval.generate.sample`, which caches keys and values of every visit;
+* recomputed: for each new token, all tokens so far through the model.
 
-Their final states must agree before anything is timed. A call reads the prompt and adds
-the new tokens; tokens per second count the new ones. FLOPs are those that the cache leaves
-to do, and the floor reads the head for each token and the blocks' weights for each loop:
-between two visits of a block lie all others, so that no cache but one that holds every
-block saves that. Reading the kept keys and values is not in it.
+Their final states must agree before anything is timed. A call reads the prompt and adds the new
+tokens; tokens per second count the new ones. FLOPs are those of the cached contender. The floor
+reads the head for each token and the blocks' weights for each loop: all other blocks run between
+two visits of one, so a processor's cache saves a read only if it is as large as all blocks.
+Reading the cached keys and values is not in the floor.
 """
 
 import dataclasses
@@ -44,7 +44,10 @@ def built(loops: int) -> LoopLM:
 
 @torch.no_grad()
 def recomputed(model: LoopLM, prompt: torch.Tensor, new: int) -> torch.Tensor:
-    """Greedy, every position anew for each token: int64 [B, T] -> [B, T + new]."""
+    """Generate greedily, every position computed again for each token.
+
+    prompt: int64 [B, T]; returns int64 [B, T + new].
+    """
     tokens = prompt
     for _ in range(new):
         chosen = model.logits(model(tokens)[:, -1]).argmax(-1, keepdim=True)
@@ -54,18 +57,18 @@ def recomputed(model: LoopLM, prompt: torch.Tensor, new: int) -> torch.Tensor:
 
 @torch.no_grad()
 def check(model: LoopLM, tokens: torch.Tensor) -> None:
-    """The states behind a cache are those without one; ties may still part the tokens."""
+    """Compare final states with and without a cache; ties may still make the tokens differ."""
     cache = model.new_cache(len(tokens), tokens.shape[1])
-    parts = [model(part, cache=cache) for part in tokens.split([PROMPT] + [1] * NEW, 1)]
-    error = relative_error(torch.cat(parts, 1), model(tokens))
+    states = [model(chunk, cache=cache) for chunk in tokens.split([PROMPT] + [1] * NEW, 1)]
+    error = relative_error(torch.cat(states, 1), model(tokens))
     assert error < 1e-4, f"cached states are off by {error:.1e}"
 
 
 def work(model: LoopLM, batch: int) -> Work:
-    """Of the prompt and NEW - 1 more tokens through the model; the last is only chosen."""
+    """Count the work of the prompt and NEW - 1 more tokens; the last one is only chosen."""
     m = model.config
     passed = PROMPT + NEW - 1
-    # A token attends to those before it: half of all pairs of positions.
+    # A token attends to the tokens before it: half of all pairs of positions.
     blocks = batch * forward_flops(dataclasses.replace(m, seq_len=passed // 2), m.loops) * passed
     head = batch * 2 * m.vocab_size * m.d_model
     weights = m.loops * m.n_layers * block_weights(m) + m.vocab_size * m.d_model
@@ -82,9 +85,10 @@ def test_decode(benchmark, machine, batch, loops):
         "cached": lambda: sample(model, prompt, NEW, temperature=0),
         "recomputed": lambda: recomputed(model, prompt, NEW),
     }
-    stays = [*model.parameters(), *model.buffers(), prompt]
-    held, fused = {name: stays for name in calls}, {"cached": ("post_sandwich_forward",)}
-    entries = machine.compare(calls, held, rounds=5 if CUDA else 3, fused=fused)
+    tensors = [*model.parameters(), *model.buffers(), prompt]
+    existing = {name: tensors for name in calls}
+    fused = {"cached": ("post_sandwich_forward",)}
+    entries = machine.compare(calls, existing, rounds=5 if CUDA else 3, fused=fused)
     case = {"batch": batch, "loops": loops, "prompt": PROMPT, "new": NEW}
     benchmark.extra_info |= machine.record(
         "decode", case, torch.float32, work(model, batch), entries, ["recomputed"], {}

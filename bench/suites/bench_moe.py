@@ -1,26 +1,27 @@
-"""Routed experts, forward and backward: one dispatch for all against a plain loop over them.
+"""Routed experts, forward and backward: one dispatch for all experts against a loop over them.
 
     pytest bench/suites/bench_moe.py -s [--benchmark-json=FILE]
 
-A whole MoE visit: router, 32 experts of which a token takes 6, the weighted sum, the
-residual rule and the norms around it. Contenders take turns in one run and share
-weights, router and updates:
+A whole MoE visit: router, 32 experts of which a token takes 6, the weighted sum, the residual
+rule and the norms around it. Contenders take turns in one run and share weights, router and
+residual rule:
 
 * grouped_mm: the layer as shipped (`deeploop.model.moe.layer.MoE`, `expert_combine`);
-* loop: the same layer with the backend `loop`, one expert after another by autograd;
-* modules: as one writes it first, a module for each expert: its tokens (index_select),
-  three linear layers, weighted rows added in place (index_add). Every expert's matrices
-  are leaves of their own, so that no gradient has to be stacked; autocast casts them;
-* megablocks: its dropless MLP behind our router, on CUDA in bfloat16 where it imports.
+* loop: the same layer with the backend `reference`, one expert after another by autograd;
+* modules: the code that one would write first, a module for each expert: its tokens
+  (index_select), three linear layers, weighted rows added in place (index_add). Each expert's
+  matrices are separate leaves, so that no gradient has to be stacked; autocast casts them;
+* megablocks: its dropless MLP after our router, on CUDA in bfloat16 where it imports.
 
-All must agree before anything is timed. The floor reads every weight forward and backward
-and writes its gradient, in float32, and moves the stream and its norm as the update does
-(2 passes forward, 3 backward, each); the FLOPs are those of the chosen experts and the
-router. On a CPU the ratio depends on what else runs and
-on page faults: the load average before the first call and the faults of one call are part
-of the record. glibc maps tensors of 32 MiB and more anew at every step, 96 MB of gradients
-here, while the loop's small matrices come back from the heap: so freed memory stays in the
-process, for everyone. (Not in training: its heap was seen to grow for it.)
+All must agree before anything is timed. The floor reads every weight forward and backward and
+writes its gradient, in float32, and moves the stream and its norm as the residual rule does
+(2 passes forward, 3 backward, each); the FLOPs are those of the chosen experts and the router.
+
+On a CPU the ratio depends on other processes and on page faults, so the record holds the load
+average before the first call and the page faults of one call. glibc maps tensors of 32 MiB and
+more anew at every step, 96 MB of gradients here, while the loop's small matrices come back from
+the heap. So freed memory stays in the process, for every contender. (In training this is not
+needed: the heap was seen to grow by itself.)
 """
 
 import contextlib
@@ -49,7 +50,7 @@ TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
 
 
 def keep_freed_memory():
-    """Where the C library is glibc: never map an allocation, never give the heap's end back."""
+    """Make glibc, if it is the C library, never map an allocation and never trim the heap."""
     trim_threshold, mmap_max = -1, -4  # of malloc.h
     with contextlib.suppress(AttributeError, OSError, TypeError):
         mallopt = ctypes.CDLL(None).mallopt
@@ -58,7 +59,7 @@ def keep_freed_memory():
 
 
 class PlainLoop(torch.nn.Module):
-    """The experts of a MoE with one matrix a layer, run one expert after another."""
+    """The experts of a MoE as separate matrices, run one after another."""
 
     def __init__(self, moe: MoE):
         super().__init__()
@@ -77,8 +78,8 @@ class PlainLoop(torch.nn.Module):
         for expert, (gate, up, down) in enumerate(experts):
             token, slot = (indices == expert).nonzero(as_tuple=True)
             x = n.index_select(0, token)
-            rows = F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
-            y.index_add_(0, token, (rows * weights[token, slot, None]).to(y.dtype))
+            expert_out = F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+            y.index_add_(0, token, (expert_out * weights[token, slot, None]).to(y.dtype))
         return y, z
 
     def stacked_gradients(self):
@@ -99,7 +100,7 @@ def plain_loop(layer, h, n):
 
 
 def step(visit, layer, inputs, gradients, precision):
-    """One forward and backward, gradients fresh; -> the layer's outputs and the gradient of n."""
+    """Run forward and backward with fresh gradients; returns the outputs and n's gradient."""
     h, n = inputs
     n.grad = None
     layer.zero_grad(set_to_none=True)
@@ -110,27 +111,27 @@ def step(visit, layer, inputs, gradients, precision):
 
 
 def layers(precision, missing):
-    """The contenders, with the same weights; in `missing` why there is no megablocks."""
+    """Make the contenders, with the same weights; `missing` gets the reason for no megablocks."""
     torch.manual_seed(0)
     sizes = (D_MODEL, EXPERTS, TOP_K, D_EXPERT, 0, 1, 0.0)
     moe = MoE(*sizes).to(DEVICE)
-    loop = MoE(*sizes, "loop").to(DEVICE)
+    loop = MoE(*sizes, "reference").to(DEVICE)
     loop.load_state_dict(moe.state_dict())
-    there = {
+    result = {
         "grouped_mm": (one_dispatch, moe),
         "loop": (one_dispatch, loop),
         "modules": (plain_loop, PlainLoop(moe)),
     }
     if DEVICE.type != "cuda" or precision != "bf16":
-        missing["megablocks"] = "on CUDA in bfloat16 alone"
+        missing["megablocks"] = "only on CUDA in bfloat16"
     else:
         try:
             peer = MoE(*sizes, "megablocks").to(DEVICE)
             peer.load_state_dict(moe.state_dict())
-            there["megablocks"] = (one_dispatch, peer)
+            result["megablocks"] = (one_dispatch, peer)
         except InputError as error:
             missing["megablocks"] = str(error)
-    return there
+    return result
 
 
 def page_faults(run):
@@ -161,24 +162,32 @@ def test_routed_experts(benchmark, machine, tokens, precision):
     keep_freed_memory()
     load = os.getloadavg()[0]
     missing: dict[str, str] = {}
-    there = layers(precision, missing)
+    contenders = layers(precision, missing)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     h = torch.randn(tokens, D_MODEL, device=DEVICE)
     inputs = (h, torch.randn_like(h).to(dtype).requires_grad_())
     gradients = (torch.randn_like(h), torch.randn_like(h).to(dtype), torch.ones_like(h[0, 0]))
     runs = {
         name: lambda visit=visit, layer=layer: step(visit, layer, inputs, gradients, precision)
-        for name, (visit, layer) in there.items()
+        for name, (visit, layer) in contenders.items()
     }
-    found = {name: [*run(), *parameter_gradients(there[name][1])] for name, run in runs.items()}
-    for name, values in found.items():
-        for value, expected in zip(values, found["modules"], strict=True):
+    results = {
+        name: [*run(), *parameter_gradients(contenders[name][1])] for name, run in runs.items()
+    }
+    for name, values in results.items():
+        for value, expected in zip(values, results["modules"], strict=True):
             error = relative_error(value, expected)
             assert error < TOLERANCE[precision], f"{name} is off by {error:.1e}"
     slow = DEVICE.type == "cpu" and tokens > 1000
-    held = {name: [*layer.parameters(), *inputs, *gradients] for name, (_, layer) in there.items()}
+    existing = {
+        name: [*layer.parameters(), *inputs, *gradients] for name, (_, layer) in contenders.items()
+    }
     entries = machine.compare(
-        runs, held, rounds=7 if slow else 31, fused={"grouped_mm": FUSED}, opaque=("megablocks",)
+        runs,
+        existing,
+        rounds=7 if slow else 31,
+        fused={"grouped_mm": FUSED},
+        opaque=("megablocks",),
     )
     for name, entry in entries.items():
         entry["page_faults"] = page_faults(runs[name])

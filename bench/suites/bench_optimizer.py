@@ -5,15 +5,18 @@
 `deeploop-tiny` and `loom-tiny` on a CPU, the 124M model and `loom-329m` on CUDA, float32.
 Contenders start from the same weights and gradients and decay the same groups:
 
-* shipped: `clip_gradients` and fused AdamW, skipped on the device where the norm is not finite;
-* foreach, single: torch's AdamW over lists of tensors, and tensor by tensor, behind
+* shipped: `clip_gradients` and fused AdamW, skipped on the device if the norm is not finite;
+* foreach, single: torch's AdamW over lists of tensors, and tensor by tensor, after
   `clip_grad_norm_`;
-* apex: NVIDIA's FusedAdam behind the same, on CUDA where it imports.
+* apex: NVIDIA's FusedAdam after the same clipping, on CUDA where it imports.
 
-After a few steps all hold the same weights, or one that does not is left out. The floor
-reads each gradient for the norm, and then weight, gradient and both moments, and writes
+After two steps the weights of all must agree; one that does not is left out, with its reason.
+The floor reads each gradient for the norm, then weight, gradient and both moments, and writes
 all but the gradient; FLOPs are those of `single`.
 """
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -44,7 +47,7 @@ def shipped(model: nn.Module):
 
 
 def groups(model: nn.Module) -> list[dict]:
-    """Those of `deeploop.train.optim.adamw`, without what it sets itself."""
+    """Return the parameter groups of `deeploop.train.optim.adamw` with their weight decay."""
     return [
         {key: group[key] for key in ("params", "weight_decay")}
         for group in adamw(model, TRAIN).param_groups
@@ -78,6 +81,14 @@ def apex(model: nn.Module):
     return optimizer, step
 
 
+class Built(NamedTuple):
+    """A contender's model, its optimizer, and a call that clips and steps."""
+
+    model: LoopLM
+    optimizer: torch.optim.Optimizer
+    step: Callable[[], object]
+
+
 CONTENDERS = {
     "shipped": shipped,
     "foreach": lambda model: torchs(model, True),
@@ -87,7 +98,7 @@ CONTENDERS = {
 
 
 def fresh(name: str) -> LoopLM:
-    """A model with gradients, the same every time."""
+    """Make a model with random gradients, the same ones at every call."""
     config = preset(name)
     m = config.replace("model", vocab_size=config.model.vocab_size or 256).model
     torch.manual_seed(0)
@@ -97,9 +108,9 @@ def fresh(name: str) -> LoopLM:
     return model
 
 
-def built(name: str, missing: dict[str, str]):
-    """Each contender's model, optimizer and step, two steps in; those that agree with torch's."""
-    found = {}
+def built(name: str, missing: dict[str, str]) -> dict[str, Built]:
+    """Take two steps with each contender; returns those whose weights agree with `single`."""
+    result: dict[str, Built] = {}
     for contender, make in CONTENDERS.items():
         try:
             model = fresh(name)
@@ -111,21 +122,20 @@ def built(name: str, missing: dict[str, str]):
                 raise
             missing[contender] = in_words(error)
         else:
-            found[contender] = model, optimizer, step
-    exact = list(found["single"][0].parameters())
-    for contender, (model, *_) in list(found.items()):
-        errors = map(relative_error, (p.detach() for p in model.parameters()), exact)
-        worst = max(errors)
+            result[contender] = Built(model, optimizer, step)
+    exact = list(result["single"].model.parameters())
+    for contender, (model, *_) in list(result.items()):
+        worst = max(map(relative_error, (p.detach() for p in model.parameters()), exact))
         if worst < 1e-5:
             continue
         assert contender != "shipped", f"weights are off by {worst:.1e}"
         missing[contender] = f"weights are off by {worst:.1e} of their norm"
-        del found[contender]
-    return found
+        del result[contender]
+    return result
 
 
 def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """What stays from step to step."""
+    """List the tensors that stay from step to step: parameters, gradients and moments."""
     moments = [x for s in optimizer.state.values() for x in s.values() if isinstance(x, Tensor)]
     return [*(x for p in model.parameters() for x in (p, p.grad)), *moments]
 
@@ -133,15 +143,16 @@ def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
 @pytest.mark.parametrize("name", MODELS)
 def test_optimizer_step(benchmark, machine, name):
     missing: dict[str, str] = {}
-    found = built(name, missing)
-    calls = {contender: step for contender, (*_, step) in found.items()}
-    held = {contender: tensors(*there[:2]) for contender, there in found.items()}
+    running = built(name, missing)
+    calls = {contender: b.step for contender, b in running.items()}
+    existing = {contender: tensors(b.model, b.optimizer) for contender, b in running.items()}
     entries = machine.compare(
-        calls, held, rounds=15, fused={"shipped": ("FusedAdam",)}, opaque=("apex",)
+        calls, existing, rounds=15, fused={"shipped": ("FusedAdam",)}, opaque=("apex",)
     )
-    n = count_parameters(found["shipped"][0])
+    model = running["shipped"].model
+    n = count_parameters(model)
     work = Work(PASSES * 4 * n, counted(calls["single"], opened=True)[1])
-    case = {"model": name, "parameters": n, "tensors": len(list(found["shipped"][0].parameters()))}
+    case = {"model": name, "parameters": n, "tensors": len(list(model.parameters()))}
     others = [contender for contender in entries if contender != "shipped"]
     benchmark.extra_info |= machine.record(
         "optimizer", case, torch.float32, work, entries, others, missing

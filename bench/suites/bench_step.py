@@ -29,6 +29,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+
 from bench.harness.record import one_line
 from bench.harness.timing import Budget, in_words, not_compiling, relative_error
 from bench.harness.training import Training, take_step, training
