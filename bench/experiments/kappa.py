@@ -1,13 +1,15 @@
-"""kappa_R of small trained models, and how it grows with the loops.
+"""kappa_R of small trained models, and its growth with the loops.
 
-    python -m bench.experiments.kappa --out bench/results/kappa.json
+    python -m bench.experiments.kappa --out runs/kappa.json
+    python -m bench.experiments.kappa --table bench/results/kappa-cpu-2026-11-30.json
 
-trains a small model of each residual at R = 2, 4, 8, 16 loops, for each seed, diagnoses it as it
-begins, half way and at the end (see `deeploop.analyze.diagnose.per_loop` for what is measured), and prints
-Markdown: kappa_R, mean over the seeds (lowest - highest), and gamma, the slope of
-log kappa_R on log R, for which DeepLoop's rule wants p = (1 + gamma)/4; the same of the
-visits' directions alone; the bound's constants C_U and C_G; what the models reached. Runs that
-are whole already (in --folder) are not repeated.
+The first trains a small model with each residual rule at R = 2, 4, 8, 16 loops, for each seed,
+and diagnoses it at its start, half way and at its end (`deeploop.analyze.diagnose.per_loop` has
+the definitions); runs that are complete in --folder are not repeated. The second only prints.
+
+Printed as Markdown, mean over the seeds (lowest to highest): kappa_R, and gamma, the slope of
+log kappa_R on log R, for which DeepLoop's rule asks for p = (1 + gamma)/4; the same of the
+visits' directions alone; the bound's constants C_U and C_G; held-out bits per byte.
 """
 
 import dataclasses
@@ -15,18 +17,23 @@ import json
 import math
 import shutil
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
 import tyro
 from rich.console import Console
 
+from bench.harness.markdown import markdown_table, mean_and_range
+from bench.harness.stored import read_json
 from deeploop.analyze.diagnose.diagnose import checkpoints, diagnose
 from deeploop.config import Config
 from deeploop.config.presets import preset
 from deeploop.config.scaling import threshold_exponent
 from deeploop.train.setup import open_run
-from deeploop.utils.errors import Diverged
+from deeploop.utils.errors import Diverged, InputError
+
+Result = dict[str, Any]
 
 
 @dataclasses.dataclass
@@ -40,13 +47,15 @@ class Arguments:
     steps: int = 150
     """Steps of each run."""
     folder: Path = Path("runs/kappa")
-    """Where the runs go."""
+    """Folder of the runs."""
     out: Path | None = None
-    """JSON of what the table is made of."""
+    """JSON of the results."""
+    table: Path | None = None
+    """Train nothing: print the results in this file."""
 
 
 def small(residual: str, loops: int, seed: int, steps: int, folder: Path) -> Config:
-    """Two blocks 64 wide on 16 x 64 bytes of the default corpus."""
+    """Configure two blocks 64 wide on 16 x 64 bytes of the default corpus."""
     config = preset("deeploop-tiny").replace(
         "model", residual=residual, loops=loops, d_model=64, n_heads=2, seq_len=64
     )
@@ -64,105 +73,125 @@ def small(residual: str, loops: int, seed: int, steps: int, folder: Path) -> Con
     )
 
 
-def reading(config: Config) -> dict[str, Any]:
-    """Train and diagnose, unless that was done; or why there is nothing to diagnose."""
+def measure(config: Config) -> Result:
+    """Train and diagnose a run, unless that is done already.
+
+    Returns its readings, or the reason why it diverged.
+    """
     folder, quiet = Path(config.train.out), Console(quiet=True)
-    summary, said = folder / "summary.json", folder / "diagnose.json"
-    if not whole(summary):
+    summary, diagnosis = folder / "summary.json", folder / "diagnose.json"
+    if not complete(summary):
         shutil.rmtree(folder, ignore_errors=True)
         try:
             open_run(config, quiet).fit()
         except Diverged as error:
             return {"diverged": str(error)}
-        if not whole(summary):  # a signal ended the run, and is to end this, too
+        if not complete(summary):  # a signal stopped the run, and is meant for this process, too
             raise KeyboardInterrupt
-    if not said.exists():
+    if not diagnosis.exists():
         saved = checkpoints(str(folder))
         diagnose(saved[-1].config, saved, quiet, batch_size=64)
-    found = json.loads(said.read_text())
-    return {key: found[key] for key in ("n_layers", "sequences", "seq_len", "probes", "torch")} | {
+    content = json.loads(diagnosis.read_text())
+    fields = ("n_layers", "sequences", "seq_len", "probes", "torch")
+    return {key: content[key] for key in fields} | {
         "val_bits_per_byte": json.loads(summary.read_text())["val_bits_per_byte"],
-        "readings": [brief(r) for r in found["readings"]],
+        "readings": [without_matrices(r) for r in content["readings"]],
     }
 
 
-def whole(summary: Path) -> bool:
-    """Whether a run came to its end: it has a summary, and no signal stopped it."""
+def complete(summary: Path) -> bool:
+    """Whether a run ended by itself: it has a summary, and no signal stopped it."""
     return summary.exists() and "stopped_by" not in json.loads(summary.read_text())
 
 
-def brief(reading: dict[str, Any]) -> dict[str, Any]:
-    """A reading without its matrices and gains."""
-    kept = {key: x for key, x in reading.items() if not isinstance(x, list)}
-    kept["branches"] = [
+def without_matrices(reading: Result) -> Result:
+    """Drop a reading's matrices and gains."""
+    short = {key: x for key, x in reading.items() if not isinstance(x, list)}
+    short["branches"] = [
         {key: x for key, x in branch.items() if not key.endswith("cosines")}
         for branch in reading["branches"]
     ]
-    return kept
+    return short
 
 
 def slope(loops: list[int], kappas: list[float]) -> float:
-    """Least squares of log kappa on log R."""
+    """Fit log kappa = gamma log R + c by least squares; returns gamma."""
     x, y = [math.log(r) for r in loops], [math.log(k) for k in kappas]
     return statistics.linear_regression(x, y).slope
 
 
-def table(results: list[dict[str, Any]], key: str, fit: bool = True) -> str:
-    """Markdown: residuals and states down, loops across; with `fit`, gamma and p."""
+def kappa_table(results: list[Result], key: str, fit: bool = True) -> str:
+    """Format a figure as Markdown: a row for each residual rule and step, a column for each R.
+
+    With `fit`, gamma and p follow.
+    """
     loops = sorted({r["loops"] for r in results})
-    head = [f"R = {r}" for r in loops] + (["gamma", "p"] if fit else [])
-    lines = [f"| residual | step | {' | '.join(head)} |", "|---|---|" + "---|" * len(head)]
+    head = ["residual", "step", *(f"R = {r}" for r in loops), *(["gamma", "p"] if fit else [])]
+    rows = []
     for residual in dict.fromkeys(r["residual"] for r in results):
         runs = [r for r in results if r["residual"] == residual and "readings" in r]
-        for at in sorted({x["step"] for r in runs for x in r["readings"]}):
+        for step in sorted({x["step"] for r in runs for x in r["readings"]}):
             values = {
                 (r["loops"], r["seed"]): x[key]
                 for r in runs
                 for x in r["readings"]
-                if x["step"] == at
+                if x["step"] == step
             }
-            cells = [spread([k for (r, _), k in values.items() if r == R]) for R in loops]
-            cells += fitted(values, loops) if fit else []
-            lines.append(f"| {residual} | {at} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+            cells = [[k for (r, _), k in values.items() if r == R] for R in loops]
+            cells += exponents(values, loops) if fit else []
+            rows.append([residual, str(step), *(mean_and_range(c, ".3g") for c in cells)])
+    return markdown_table(head, rows, text_columns=len(head))
 
 
-def fitted(values: dict[tuple[int, int], float], loops: list[int]) -> list[str]:
-    """Cells of gamma and p, from the seeds that have every R; values by (R, seed).
+def exponents(values: dict[tuple[int, int], float], loops: list[int]) -> list[list[float]]:
+    """Fit gamma and p for each seed that has every R; values are by (R, seed).
 
-    Empty for one R, which has no slope.
+    Both lists are empty with one R, which has no slope.
     """
-    if len(loops) < 2:
-        return ["", ""]
-    complete = [s for s in sorted({s for _, s in values}) if all((R, s) in values for R in loops)]
-    gammas = [slope(loops, [values[R, s] for R in loops]) for s in complete]
-    return [spread(gammas), spread([threshold_exponent(g) for g in gammas])]
+    seeds = sorted({seed for _, seed in values}) if len(loops) > 1 else []
+    complete_seeds = [s for s in seeds if all((R, s) in values for R in loops)]
+    gammas = [slope(loops, [values[R, s] for R in loops]) for s in complete_seeds]
+    return [gammas, [threshold_exponent(gamma) for gamma in gammas]]
 
 
-def spread(values: list[float]) -> str:
-    if not values:
-        return ""
-    return f"{statistics.mean(values):.3g} ({min(values):.3g} - {max(values):.3g})"
+def markdown(results: list[Result]) -> str:
+    """Format all tables."""
+    tables = [
+        f"{key}\n\n{kappa_table(results, key, fit=key.startswith('kappa'))}"
+        for key in ("kappa", "kappa_directional", "c_u", "c_g")
+    ]
+    ends = [
+        r | {"readings": [{"step": r["readings"][-1]["step"]} | r]}
+        for r in results
+        if "readings" in r
+    ]
+    tables.append(f"held-out bits/byte\n\n{kappa_table(ends, 'val_bits_per_byte', fit=False)}")
+    return "\n\n".join(tables)
 
 
-def main() -> None:
-    a = tyro.cli(Arguments, description=__doc__)
+def train_all(a: Arguments) -> list[Result]:
+    """Train and diagnose a model for each residual rule, R and seed."""
     results = []
     for residual in a.residuals:
         for loops in a.loops:
             for seed in range(a.seeds):
                 name = f"{residual}-r{loops}-{a.steps}-{seed}"
                 config = small(residual, loops, seed, a.steps, a.folder / name)
-                results.append(
-                    {"residual": residual, "loops": loops, "seed": seed} | reading(config)
-                )
+                case = {"residual": residual, "loops": loops, "seed": seed}
+                results.append(case | measure(config))
+    return results
+
+
+def main(arguments: list[str] | None = None) -> None:
+    a = tyro.cli(Arguments, description=__doc__, args=arguments)
+    try:
+        results = read_json(a.table) if a.table else train_all(a)
+    except InputError as error:
+        sys.exit(f"kappa: {error}")
     if a.out is not None:
         a.out.parent.mkdir(parents=True, exist_ok=True)
         a.out.write_text(json.dumps(results) + "\n")
-    for key in ("kappa", "kappa_directional", "c_u", "c_g"):
-        print(f"{key}\n\n{table(results, key, fit=key.startswith('kappa'))}\n")
-    ends = [r | {"readings": [{"step": a.steps} | r]} for r in results if "readings" in r]
-    print(f"held-out bits/byte\n\n{table(ends, 'val_bits_per_byte', fit=False)}")
+    print(markdown(results))
 
 
 if __name__ == "__main__":

@@ -1,19 +1,19 @@
-"""The papers' claims that a CPU can try: several seeds, each held against its paper.
+"""Claims of the papers that a CPU can test: several seeds each, beside the paper's result.
 
     python -m bench.experiments.papers --out runs/papers.json --png runs/papers.png
     python -m bench.experiments.papers --table bench/results/papers-cpu-2026-11-30.json \
         bench/results/loom-arms-cpu-2026-11-30.json
 
-The first trains what its file lacks and prints Markdown, the second only prints.
+The first trains the runs that its file lacks and prints Markdown, the second only prints.
 
-p-sweep   DeepLoop (arXiv 2607.13491, appendix C): which exponents p leave the unigram floor
+p-sweep   DeepLoop (arXiv 2607.13491, appendix C): which exponents p escape the unigram floor
 by-loops  its table 1: DeepLoop against the pre-norm loop by R
 segments  LOOM (arXiv 2610.01153, figure 5): segmented against full backprop
-loom      its table 5: LOOM without each of its parts (the arms of bench.experiments.ablation)
+loom      its table 5: LOOM without each component (`bench.experiments.ablation`)
 
-A run has escaped if its held-out loss ends MARGIN bits per byte below what letter counts
-reach on the same text. A claim agrees where every seed has the paper's sign, is denied
-where every seed has the other one, and is open in between.
+A run has escaped if its held-out loss ends MARGIN bits per byte below that of letter counts on
+the same text. A claim agrees if every seed has the paper's sign, is denied if every seed has the
+other sign, and is open in between.
 """
 
 import dataclasses
@@ -29,7 +29,8 @@ import tyro
 from matplotlib.figure import Figure
 
 from bench.experiments import ablation
-from bench.experiments.runs import Result, Results, by_seed, each, load, spread, sweep
+from bench.experiments.runs import Result, Results, by_seed, load, sweep, with_seeds
+from bench.harness.markdown import markdown_table, mean_and_range
 from deeploop.utils.disk import atomic_file
 from deeploop.utils.errors import InputError
 
@@ -45,9 +46,9 @@ SWEPT = {  # R, and learning rates on both sides of where its runs leave the flo
 }  # fmt: skip
 LOOPS, LOOPS_LRS = (1, 2, 4, 8), (1e-3, 2e-3, 4e-3, 8e-3)
 ALL_LRS = sorted({*itertools.chain(*SWEPT.values()), *LOOPS_LRS})
-ARMS: dict[float | None, str] = {p: f"p = {p:g}" for p in P} | {None: "baseline"}
-SEGMENTS = ablation.arms()["LOOM"]
-PLANS = {
+NAMES: dict[float | None, str] = {p: f"p = {p:g}" for p in P} | {None: "pre_norm"}
+SEGMENTS = ablation.ablations()["LOOM"]
+BACKPROP = {
     "segments of 3 loops, a step for each": SEGMENTS,
     "segments of 3 loops, a step for each batch": f"{SEGMENTS} --train.step-per batch",
     "full": f"{SEGMENTS} --train.backprop full",
@@ -56,7 +57,7 @@ PLANS = {
         + " --train.backprop full --train.batch-size 8"
     ),
 }
-PARTS = {  # of LOOM, and the perplexity without each in its table 5; with all 18.62
+COMPONENTS = {  # LOOM's, and the perplexity without each in its table 5; with all 18.62
     "no-scaling": 24.63, "no-injection": 26.05, "no-branch-norm": 26.50,
     "no-looping-residual": 19.25, "shared-router": 19.83,
 }  # fmt: skip
@@ -65,36 +66,38 @@ PARTS = {  # of LOOM, and the perplexity without each in its table 5; with all 1
 @dataclasses.dataclass
 class Arguments:
     claims: tuple[Claim, ...] = ("p-sweep", "by-loops", "segments", "loom")
-    """What is trained."""
+    """Claims whose runs are trained."""
     seeds: int = 3
     """Seeds 0, 1, ... of each case."""
     jobs: int = 2
     """Runs at a time."""
     out: Path = Path("runs/papers.json")
-    """JSON of every run's end, gone on with where it exists."""
+    """JSON of every run's end; runs that it already has are not repeated."""
     table: tuple[Path, ...] = ()
-    """Train nothing: print what these files hold."""
+    """Train nothing: print the results in these files."""
     png: Path | None = None
     """Draw the p-sweep into this file."""
 
 
 def looped(p: float | None, loops: int, lr: float) -> str:
-    """A case of DeepLoop at an exponent; without one, of the pre-norm loop."""
-    arm = "--model.residual pre_norm" if p is None else f"--model.residual deeploop --model.p {p:g}"
-    return f"{TINY} {arm} --model.loops {loops} --lr {lr:g}"
+    """Return a case of DeepLoop at an exponent p, or of the pre-norm loop for None."""
+    rule = (
+        "--model.residual pre_norm" if p is None else f"--model.residual deeploop --model.p {p:g}"
+    )
+    return f"{TINY} {rule} --model.loops {loops} --lr {lr:g}"
 
 
 def cases(claim: Claim) -> list[str]:
-    """What a claim trains."""
+    """List the cases that a claim trains."""
     if claim == "p-sweep":
         return [looped(p, r, lr) for r, lrs in SWEPT.items() for lr in lrs for p in P]
     if claim == "by-loops":
         return [looped(p, r, lr) for r in LOOPS for lr in LOOPS_LRS for p in (0.5, None)]
-    return list((PLANS if claim == "segments" else ablation.arms()).values())
+    return list((BACKPROP if claim == "segments" else ablation.ablations()).values())
 
 
 class Row(NamedTuple):
-    """A claim, what the paper has, what is found here, and whether they agree."""
+    """A claim, the paper's result, the result here, and whether they agree."""
 
     claim: str
     paper: str
@@ -103,13 +106,13 @@ class Row(NamedTuple):
 
 
 def escaped(result: Result) -> bool:
-    """Whether a run ended below what letter counts reach."""
+    """Whether a run ended below the loss of letter counts."""
     floor: float = result["unigram_bits_per_byte"] - MARGIN
     return "diverged" not in result and result["val_bits_per_byte"] < floor
 
 
 def differences(results: Results, case: str, base: str) -> list[float]:
-    """Bits per byte of a case less those of another, seed by seed, where both are finite."""
+    """Subtract a base's bits per byte from a case's, seed by seed, where both are finite."""
     ours, theirs = (
         {s: r["val_bits_per_byte"] for s, r in by_seed(results, c).items() if "diverged" not in r}
         for c in (case, base)
@@ -118,7 +121,11 @@ def differences(results: Results, case: str, base: str) -> list[float]:
 
 
 def verdict(values: Sequence[float], sign: int | None) -> str:
-    """Whether all of the differences have the paper's sign; 0: none that all share."""
+    """Compare the signs of the differences with the paper's.
+
+    sign: 1 or -1; 0 where the paper has no effect, which agrees with differences of both
+    signs; None where the paper has no result.
+    """
     signs = {math.copysign(1, v) for v in values}
     if not signs or sign is None:
         return ""
@@ -128,13 +135,13 @@ def verdict(values: Sequence[float], sign: int | None) -> str:
 
 
 def compare(claim: str, paper: str, values: Sequence[float], sign: int | None) -> Row:
-    """A row on differences of bits per byte; one seed concludes nothing."""
+    """Make a row of differences in bits per byte; one seed is no evidence."""
     agrees = verdict(values, sign) if len(values) > 1 else ""
-    return Row(claim, paper, spread(values, "+.3f"), agrees)
+    return Row(claim, paper, mean_and_range(values, "+.3f"), agrees)
 
 
 def escapes(results: Results) -> list[Row]:
-    """Whether more runs escape as p grows."""
+    """Test whether more runs escape as p grows."""
     rows = []
     for loops, lrs in SWEPT.items():
         counts = {}
@@ -151,52 +158,54 @@ def escapes(results: Results) -> list[Row]:
 
 
 def costs(results: Results) -> list[Row]:
-    """Whether a larger p costs where every p escapes."""
+    """Test whether a larger p costs loss where every p escapes."""
     rows = []
     for loops, lrs in SWEPT.items():
-        found = []
+        costs_by_seed = []
         for lr in lrs:
             runs = [by_seed(results, looped(p, loops, lr)) for p in P]
             for seed in set.intersection(*(set(r) for r in runs)):
                 ends = [r[seed] for r in runs]
                 if all(map(escaped, ends)):
-                    found.append(ends[-1]["val_bits_per_byte"] - ends[0]["val_bits_per_byte"])
-        claim = f"R = {loops}: p = {P[-1]:g} less p = {P[0]:g} where all p escape ({len(found)})"
-        rows.append(compare(claim, "more: +.10 nats/token from .45 to .60", found, +1))
+                    costs_by_seed.append(
+                        ends[-1]["val_bits_per_byte"] - ends[0]["val_bits_per_byte"]
+                    )
+        claim = f"R = {loops}: p = {P[-1]:g} less p = {P[0]:g} where all p escape ({len(costs_by_seed)})"
+        rows.append(compare(claim, "more: +.10 nats/token from .45 to .60", costs_by_seed, +1))
     return rows
 
 
 def best(results: Results, p: float | None, loops: int) -> str:
-    """An arm's case of the learning rate with the lowest mean, of those with the most seeds.
+    """Choose the case whose learning rate has the lowest mean, of those with the most seeds.
 
     A rate at which a run diverges is the worst.
     """
-    found = {
+    ends = {
         case: [r.get("val_bits_per_byte", math.inf) for r in by_seed(results, case).values()]
         for case in (looped(p, loops, lr) for lr in LOOPS_LRS)
     }
-    return min(found, key=lambda case: (-len(found[case]), sum(found[case])))
+    return min(ends, key=lambda case: (-len(ends[case]), sum(ends[case])))
 
 
 def by_loops(results: Results) -> list[Row]:
-    """DeepLoop less the pre-norm loop, each at the best of its learning rates."""
+    """Compare DeepLoop with the pre-norm loop, each at the best of its learning rates."""
     rows = []
     for loops in LOOPS:
         ours, theirs = best(results, 0.5, loops), best(results, None, loops)
         rates = " and ".join(case.rpartition(" ")[2] for case in (ours, theirs))
-        claim = f"R = {loops}: DeepLoop less baseline, each at its best lr ({rates})"
+        claim = f"R = {loops}: DeepLoop less pre_norm, each at its best lr ({rates})"
         paper = "-.015 to -.028 nats/token at R = 3, 5, 7" if loops > 1 else "none: +.0004, +.0011"
-        found = differences(results, ours, theirs)
-        rows.append(compare(claim, paper, found, -1 if loops > 1 else 0))
+        sign = -1 if loops > 1 else 0
+        rows.append(compare(claim, paper, differences(results, ours, theirs), sign))
     return rows
 
 
-def plans(results: Results) -> list[Row]:
-    """Segmented backprop against full at equal batches, and at equal updates.
+def segments_against_full(results: Results) -> list[Row]:
+    """Compare segmented with full backprop at equal batches, and at equal updates.
 
     Not at H = 3, where the paper has 18.27 against 26.63: there segments of 3 are full backprop.
     """
-    segments, single, full, halved = PLANS.values()
+    segments, single, full, halved = BACKPROP.values()
     return [
         compare(
             "H = 6: segments less full, equal batches",
@@ -219,58 +228,59 @@ def plans(results: Results) -> list[Row]:
     ]
 
 
-def parts(results: Results) -> list[Row]:
-    """LOOM without each of its parts less LOOM."""
-    rows, arms = [], ablation.arms()
-    for arm, perplexity in PARTS.items():
-        found = differences(results, arms[arm], arms["LOOM"])
+def components(results: Results) -> list[Row]:
+    """Compare LOOM without each component with LOOM."""
+    rows, loom = [], ablation.ablations()
+    for name, perplexity in COMPONENTS.items():
+        values = differences(results, loom[name], loom["LOOM"])
         paper = f"more: perplexity {perplexity:.2f} against 18.62"
-        rows.append(compare(f"H = 6: LOOM {arm} less LOOM", paper, found, +1))
+        rows.append(compare(f"H = 6: LOOM {name} less LOOM", paper, values, +1))
     return rows
 
 
 def markdown(results: Results) -> str:
-    """Every claim that has runs, then every mean."""
-    claims = [
-        row
-        for group in (escapes, costs, by_loops, plans, parts)
-        for row in group(results)
-        if row.agrees or row.here
-    ]
-    lines = ["| claim | paper | here | agrees |", "|---|---|---|---|"]
-    lines += [f"| {' | '.join(row)} |" for row in claims]
-    lines += ["", f"`deeploop train {TINY} ...`", ""]
-    lines += [
+    """Format every claim that has runs, then every mean."""
+    tests = (escapes, costs, by_loops, segments_against_full, components)
+    rows = [row for test in tests for row in test(results) if row.agrees or row.here]
+    blocks = [
+        markdown_table(("claim", "paper", "here", "agrees"), rows, 4),
+        f"`deeploop train {TINY} ...`",
         "Held-out bits/byte, mean (lowest to highest) of the runs that end "
-        f"{MARGIN} below the unigram floor, and how many of how many do:"
+        f"{MARGIN} below the unigram floor, and how many of how many do:",
+        *(learning_rates(results, loops) for loops in sorted({*SWEPT, *LOOPS})),
     ]
-    for loops in sorted({*SWEPT, *LOOPS}):
-        lines += ["", f"| R = {loops} | {' | '.join(f'lr {lr:g}' for lr in ALL_LRS)} |"]
-        lines.append("|---|" + "---|" * len(ALL_LRS))
-        for p, arm in ARMS.items():
-            cells = [cell(by_seed(results, looped(p, loops, lr))) for lr in ALL_LRS]
-            if any(cells):
-                lines.append(f"| {arm} | {' | '.join(cells)} |")
-    lines += ["", "| `loom-tiny`, 6 loops | held-out bits/byte |", "|---|---|"]
-    for name, case in PLANS.items():
+    ends = []
+    for name, case in BACKPROP.items():
         runs = by_seed(results, case).values()
-        ends = [r["val_bits_per_byte"] for r in runs if "diverged" not in r]
-        lines.append(f"| {name} | {spread(ends)} |")
-    return "\n".join(lines)
+        bits = [r["val_bits_per_byte"] for r in runs if "diverged" not in r]
+        ends.append([name, mean_and_range(bits)])
+    blocks.append(markdown_table(["`loom-tiny`, 6 loops", "held-out bits/byte"], ends, 2))
+    return "\n\n".join(blocks)
+
+
+def learning_rates(results: Results, loops: int) -> str:
+    """Format a row for each p and for the pre-norm loop, a column for each learning rate."""
+    rows = []
+    for p, name in NAMES.items():
+        cells = [cell(by_seed(results, looped(p, loops, lr))) for lr in ALL_LRS]
+        if any(cells):
+            rows.append([name, *cells])
+    head = [f"R = {loops}", *(f"lr {lr:g}" for lr in ALL_LRS)]
+    return markdown_table(head, rows, len(head))
 
 
 def cell(runs: dict[int, Result]) -> str:
-    """Held-out bits per byte of those that escaped, how many of how many, how many diverged."""
+    """Format bits per byte of the runs that escaped, how many did, and how many diverged."""
     if not runs:
         return ""
     inside = [r["val_bits_per_byte"] for r in runs.values() if escaped(r)]
     lost = sum("diverged" in r for r in runs.values())
-    text = f"{spread(inside, '.2f')} {len(inside)}/{len(runs)}".strip()
+    text = f"{mean_and_range(inside, '.2f')} {len(inside)}/{len(runs)}".strip()
     return f"{text}, {lost} diverged" if lost else text
 
 
 def plot(results: Results, path: Path) -> None:
-    """A map for each R: mean bits per byte by p and learning rate, and how many escape."""
+    """Draw a map for each R: mean bits per byte by p and learning rate, and how many escape."""
     figure = Figure(figsize=(4 * len(SWEPT), 3.5), layout="constrained")
     panels = figure.subplots(1, len(SWEPT), squeeze=False)[0]
     floor = max(r.get("unigram_bits_per_byte", 0.0) for r in results.values())
@@ -284,7 +294,7 @@ def plot(results: Results, path: Path) -> None:
                 axes.text(x, y, text, ha="center", va="center")
         image = axes.imshow(means, cmap="Wistia", vmin=3, vmax=floor, aspect="auto")
         axes.set_xticks(range(len(lrs)), [f"{lr:g}" for lr in lrs])
-        axes.set_yticks(range(len(P)), [ARMS[p] for p in P])
+        axes.set_yticks(range(len(P)), [NAMES[p] for p in P])
         axes.set_xlabel("learning rate")
         axes.set_title(f"R = {loops}")
     figure.colorbar(image, ax=panels, label="held-out bits/byte; runs that escape")
@@ -298,7 +308,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if a.table:
             results = {run: end for file in a.table for run, end in load(file).items()}
         else:
-            results = sweep(each([c for n in a.claims for c in cases(n)], a.seeds), a.out, a.jobs)
+            results = sweep(
+                with_seeds([c for n in a.claims for c in cases(n)], a.seeds), a.out, a.jobs
+            )
     except InputError as error:
         sys.exit(f"papers: {error}")
     except KeyboardInterrupt:

@@ -1,15 +1,14 @@
-"""Runs of the trainer, a process each, kept in one JSON file as each of them ends.
+"""Training runs for the experiments: each in a process, all results in one JSON file.
 
-A run is written as the flags of `deeploop train` that repeat it, steps and seed among
-them; that line is its key in the file. Only runs that the file lacks are trained, so a
-sweep may be stopped at any time and seeds may be added later.
+A run is named by the flags of `deeploop train` that repeat it, steps and seed included; that
+line is its key in the file. Only runs that the file lacks are trained, so a sweep can be stopped
+at any time and seeds can be added later.
 """
 
 import json
 import multiprocessing
 import os
 import signal
-import statistics
 import tempfile
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from bench.harness.stored import read_json
 from deeploop.cli import parse_train
 from deeploop.eval.validate import bits_per_byte
 from deeploop.model.looplm import count_parameters
@@ -29,17 +29,22 @@ from deeploop.utils.errors import Diverged, InputError
 
 Result = dict[str, Any]
 Results = dict[str, Result]
-KEPT = ("residual_rms", "router_overlap", "load_spread")  # of the last step
+LAST_STEP = ("residual_rms", "router_overlap", "load_spread")  # metrics of a run's last step
 
 
 def train(run: str, scratch: str | None = None) -> Result | None:
-    """One run in this process: what it reached, or why it diverged; None if a signal ended it.
+    """Train one run in this process.
 
-    Its folder is a temporary one in `scratch`, or where the system has those.
+    Args:
+        run: flags of `deeploop train`.
+        scratch: folder for the run's temporary folder; by default the system's.
+
+    Returns:
+        The figures of its end, or the reason why it diverged; None if a signal stopped it.
     """
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
-        ends = ["--train.eval-every", "0", "--train.save-every", "0", "--out", f"{folder}/run"]
-        config = parse_train(run.split() + ends).config
+        flags = ["--train.eval-every", "0", "--train.save-every", "0", "--out", f"{folder}/run"]
+        config = parse_train(run.split() + flags).config
         trainer = open_run(config, Console(quiet=True))
         about: Result = {
             "unigram_bits_per_byte": bits_per_byte(trainer.floors["unigram"], trainer.corpus),
@@ -54,44 +59,45 @@ def train(run: str, scratch: str | None = None) -> Result | None:
                     return None
         except Diverged as error:
             return {"diverged": str(error)} | about
-        lines = trainer.metrics.read()
+        steps = [line for line in trainer.metrics.read() if "loss" in line]
+        last = {name: steps[-1][name] for name in LAST_STEP if name in steps[-1]}
+        losses = [[m["step"], round(m["loss"], 4)] for m in steps]
         bits = bits_per_byte(trainer.validated[1], trainer.corpus)
-        losses = [[m["step"], round(m["loss"], 4)] for m in lines if "loss" in m]
-        last = next(m for m in reversed(lines) if "loss" in m)
-        end = {"val_bits_per_byte": bits, "losses": losses}
-        return end | {name: last[name] for name in KEPT if name in last} | about
+        return {"val_bits_per_byte": bits, "losses": losses} | last | about
 
 
-def each(cases: Iterable[str], seeds: int) -> list[str]:
-    """The runs of every case, one seed of all before the next: what is there is balanced."""
+def with_seeds(cases: Iterable[str], seeds: int) -> list[str]:
+    """List the runs of every case, one seed of all before the next.
+
+    So a sweep that is stopped has about as many seeds of each case.
+    """
     unique = list(dict.fromkeys(cases))
     return [f"{case} --seed {seed}" for seed in range(seeds) for case in unique]
 
 
 def by_seed(results: Results, case: str) -> dict[int, Result]:
-    """The results of one case that are there."""
+    """Select the results of one case, by seed."""
     split = [(run.rpartition(" --seed "), result) for run, result in results.items()]
     return {int(seed): result for (head, _, seed), result in split if head == case}
 
 
 def load(file: Path) -> Results:
-    """A file of results; raises InputError where it is none."""
+    """Read a file of results; raises InputError if it is not one."""
     try:
-        found = json.loads(file.read_text())
-        return {run: dict(result) for run, result in found.items()}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise InputError(f"{file}: not a readable file of runs ({error})") from error
+        return {run: dict(result) for run, result in read_json(file).items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise InputError(f"{file}: is not a file of runs ({error})") from error
 
 
 def save(results: Results, file: Path) -> None:
-    """A line for each run."""
+    """Write a file of results, a line for each run."""
     lines = [f"{json.dumps(run)}: {json.dumps(result)}" for run, result in results.items()]
     file.parent.mkdir(parents=True, exist_ok=True)
     write_text(file, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def sweep(runs: Sequence[str], file: Path, jobs: int) -> Results:
-    """Train what the file lacks, `jobs` runs at a time, each on its share of the cores."""
+    """Train the runs that the file lacks, `jobs` at a time, each on its share of the cores."""
     results = load(file) if file.exists() else {}
     missing = [run for run in runs if run not in results]
     pool = ProcessPoolExecutor(
@@ -119,11 +125,3 @@ def sweep(runs: Sequence[str], file: Path, jobs: int) -> Results:
         finally:
             pool.shutdown(cancel_futures=True)
     return results
-
-
-def spread(values: Sequence[float], digits: str = ".3f") -> str:
-    """Mean (lowest to highest); one value alone, or nothing, as it is."""
-    if len(values) < 2:
-        return f"{values[0]:{digits}}" if values else ""
-    low, high = min(values), max(values)
-    return f"{statistics.mean(values):{digits}} ({low:{digits}} to {high:{digits}})"

@@ -1,25 +1,23 @@
-"""Bytes a computation moves, counted from what it executes, not from what it says.
+"""Bytes that a computation moves, counted from the operations it executes.
 
-Two kinds of step are recorded, in order, while `count()` is open:
+While `count()` is open, two kinds of step are recorded, in order:
 
-* a Triton kernel run by Triton's interpreter (TRITON_INTERPRET=1, set before the
-  process imports Triton): every lane of every executed load and store, with its
-  address. `requested` bytes count a lane each time; `unique` bytes count an
-  address once per launch and direction, which is what memory must deliver when
-  caches catch every re-read. A lane outside the tensors the kernel was given
-  raises: the counter is an out-of-bounds check too.
-* an ATen operator: its input tensors read once, its outputs (and whatever it
-  changes in place) written once; views and allocations are free. This is how an
-  eager kernel behaves at best, so baselines are counted in their own favour.
+* a Triton kernel under Triton's interpreter (TRITON_INTERPRET=1, set before the process imports
+  Triton): every lane of every executed load and store, with its address. `requested` bytes count
+  a lane each time; `unique` bytes count an address once for each launch and direction, which is
+  what memory delivers if caches catch every repeated read. A lane outside the tensors of the
+  launch raises, so the counter also checks bounds.
+* an ATen operator: its input tensors read once, its outputs (and inputs changed in place) written
+  once; views and allocations are free. This is the best case of eager code, so the count favours
+  the baselines.
 
-Operators of this package are opened up: their Triton launches and the ATen calls
-beside them (copies of strided inputs, the final sum over partial results) count. On a
-GPU their launches are not seen: there `count(opened=False)` takes each of them for one
-operator, which reads its inputs and writes its outputs once.
+Inside an operator of this package its Triton launches and the ATen calls beside them count
+(copies of strided inputs, the final sum over partial results). On a GPU its launches cannot be
+seen: `count(opened=False)` takes it for one operator that reads its inputs and writes its
+outputs once.
 
-An ATen operator's FLOPs are those of a matrix product, or an operation for each element
-of the largest tensor it takes or makes where it does arithmetic; a Triton kernel's are
-not counted.
+An ATen operator's FLOPs are those of a matrix product, or one operation for each element of its
+largest tensor if it does arithmetic; those of a Triton kernel are not counted.
 """
 
 from __future__ import annotations
@@ -34,11 +32,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.flop_counter import flop_registry
 
 READ, WRITE = 0, 1
-# They make or name memory and touch none of its values.
+# Make or name memory, without touching its values.
 ALLOCATIONS = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach")
-# They change their first argument, or copy its shape, without looking at its values.
+# Write their first argument, or copy its shape, without reading its values.
 OVERWRITES = ("fill_", "zero_", "copy_", "zeros_like", "ones_like", "full_like", "new_zeros")
-# Operations on an element; without the _ of their forms in place, and _foreach_.
+# Operations for each element, by name without _foreach_ and the _ of in-place forms.
 ARITHMETIC = {
     "add": 1, "sub": 1, "rsub": 1, "mul": 1, "div": 1, "neg": 1, "pow": 1, "square": 1, "sqrt": 1,
     "rsqrt": 1, "reciprocal": 1, "exp": 1, "log": 1, "sigmoid": 1, "sum": 1, "mean": 1,
@@ -84,7 +82,7 @@ class Step(NamedTuple):
 
 @contextlib.contextmanager
 def count(opened: bool = True) -> Iterator[list[Step]]:
-    """The steps executed inside, Triton's included where the interpreter is on."""
+    """Record the steps executed inside, with Triton launches if the interpreter is on."""
     steps: list[Step] = []
     with contextlib.ExitStack() as stack:
         if interpreting():
@@ -94,7 +92,7 @@ def count(opened: bool = True) -> Iterator[list[Step]]:
 
 
 def interpreting() -> bool:
-    """Whether Triton is there, and was loaded under its interpreter."""
+    """Whether Triton is installed and was imported under its interpreter."""
     try:
         import triton
     except ImportError:
@@ -107,37 +105,39 @@ def interpreting() -> bool:
 
 
 class _Memory:
-    """The storages a launch was given, and which of their bytes it touched."""
+    """The storages of a launch's tensors, and the bytes of them that it touched."""
 
     def __init__(self, tensors: dict[str, Tensor]):
         self.tensors = tensors
-        found = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors.values()}
-        found.pop(0, None)  # tensors of no elements
-        self.starts = np.array(sorted(found), dtype=np.uint64)
-        self.touched = [np.zeros((2, found[int(s)].nbytes()), dtype=bool) for s in self.starts]
+        storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors.values()}
+        storages.pop(0, None)  # of tensors without elements
+        self.starts = np.array(sorted(storages), dtype=np.uint64)
+        self.touched = [np.zeros((2, storages[int(s)].nbytes()), dtype=bool) for s in self.starts]
         self.requested = [[0, 0] for _ in self.starts]
 
     def touch(self, direction: int, addresses: Any, itemsize: int) -> None:
+        """Mark the bytes of some addresses; raises IndexError for one outside every tensor."""
         addresses = addresses.reshape(-1)
         while addresses.size:
-            place = int(np.searchsorted(self.starts, addresses[0], side="right")) - 1
-            if place < 0:
-                raise IndexError(f"{self._says(direction)} below every tensor")
-            offsets = (addresses - self.starts[place]).astype(np.int64)
-            touched = self.touched[place][direction]
+            i = int(np.searchsorted(self.starts, addresses[0], side="right")) - 1
+            if i < 0:
+                raise IndexError(f"{self._outside(direction)} below every tensor")
+            offsets = (addresses - self.starts[i]).astype(np.int64)
+            touched = self.touched[i][direction]
             inside = (offsets >= 0) & (offsets + itemsize <= touched.size)
             if not inside[0]:
-                raise IndexError(f"{self._says(direction)} {offsets[0]} bytes into {touched.size}")
+                problem = f"{offsets[0]} bytes into {touched.size}"
+                raise IndexError(f"{self._outside(direction)} {problem}")
             for byte in range(itemsize):
                 touched[offsets[inside] + byte] = True
-            self.requested[place][direction] += int(inside.sum()) * itemsize
+            self.requested[i][direction] += int(inside.sum()) * itemsize
             addresses = addresses[~inside]
 
-    def _says(self, direction: int) -> str:
+    def _outside(self, direction: int) -> str:
         return f"a {'store' if direction else 'load'} outside {', '.join(self.tensors)}:"
 
     def moved(self) -> list[Moved]:
-        """Per storage, under the names of every argument that lives in it."""
+        """List each storage's bytes, under the names of all arguments that share it."""
         result = []
         for start, touched, requested in zip(
             self.starts, self.touched, self.requested, strict=True
@@ -156,7 +156,7 @@ class _Memory:
 
 @contextlib.contextmanager
 def _counted_launches(steps: list[Step]) -> Iterator[None]:
-    """Swap in counting subclasses of the interpreter's executor and builder methods."""
+    """Replace the interpreter's executor and builder methods by counting ones, for a while."""
     import triton.runtime.interpreter as interpreter
 
     builder = interpreter.interpreter_builder
@@ -199,7 +199,7 @@ def _counted_launches(steps: list[Step]) -> Iterator[None]:
     plain, convert = interpreter.GridExecutor, interpreter._implicit_cvt
 
     def as_launched(value: Any) -> Any:
-        """A float argument is a float32 value on a device; the interpreter leaves it bare."""
+        """Round a float argument to float32 as a launch does; the interpreter does not."""
         if not isinstance(value, float):
             return convert(value)
         kind = interpreter.tl.float32
@@ -221,7 +221,7 @@ def _counted_launches(steps: list[Step]) -> Iterator[None]:
 
 
 def distinct_bytes(x: Tensor) -> int:
-    """Bytes behind a tensor: an expanded dimension holds one value."""
+    """Count the bytes of a tensor's values; an expanded dimension counts once."""
     sizes = [
         size if stride else min(size, 1) for size, stride in zip(x.shape, x.stride(), strict=True)
     ]

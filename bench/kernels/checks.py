@@ -1,12 +1,11 @@
-"""Checks on a device before anything is timed; each prints one line or raises.
+"""Check a device before anything is timed; each check prints one line or raises.
 
     python -m bench.kernels.checks environment   name the machine and its software
     python -m bench.kernels.checks warm          compile every kernel that the other two run
     python -m bench.kernels.checks once          run every op, both ways, on small and odd shapes
     python -m bench.kernels.checks determinism   compare the bits of two runs
 
-`once` is what compute-sanitizer watches. --device cpu runs the same code without
-a GPU.
+compute-sanitizer watches `once`. --device cpu runs the same code without a GPU.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def environment(device: torch.device) -> None:
 
 
 def results(op: Op, inputs: list[Tensor]) -> list[Tensor]:
-    """Every output and gradient."""
+    """Run an op forward and backward; returns every output and gradient."""
     outputs = [y for y in op.run(getattr(kernels, op.name), inputs) if y is not None]
     used = [y for y in outputs if y.requires_grad]
     generator = torch.Generator(inputs[0].device).manual_seed(1)

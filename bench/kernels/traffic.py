@@ -1,30 +1,29 @@
-"""Passes over memory, op by op: the floor, ours, and everyone else's.
+"""Passes over memory by op: the floor, ours, and every other contender's.
 
     python -m bench.kernels.traffic [--op ...] [--only ours ...] [--d 4096] [--dtype bf16 fp32]
 
 Needs no GPU. One pass is rows * d values of the op's dtype, read or written once.
 
-* ours and Liger: their Triton kernels run by Triton's interpreter; every lane of
-  every executed load and store is counted, an address once per launch and
-  direction; the PyTorch operators around the kernels count too. Liger's pre_norm
-  goes below the floor of 5 because it hands out one tensor as both gradients,
-  which is safe only as long as nobody works in place on either.
-* eager and naive: operator by operator, each reading its inputs once and writing
-  its outputs once. eager's F.rms_norm counts as one kernel: forward one read and
-  one write, backward two reads and one write, its gain's gradient included (in
-  its favour: PyTorch sums that in a kernel that reads both again).
-* compile: a model, not a count: all elementwise work and column sums fused into
-  one pass per norm, two norms in two kernels. What torch.compile really emits
-  depends on version and shape; the timed bench runs it.
+* ours and Liger: their Triton kernels under Triton's interpreter; every lane of every executed
+  load and store is counted, an address once for each launch and direction; the PyTorch operators
+  around the kernels count, too. Liger's pre_norm goes below the floor of 5 because it returns one
+  tensor as both gradients, which is safe only if nobody changes either in place.
+* eager and naive: operator by operator, each reading its inputs once and writing its outputs
+  once. eager's F.rms_norm counts as one kernel: forward one read and one write, backward two
+  reads and one write, its gain's gradient included (in its favour: PyTorch computes that in a
+  kernel that reads both again).
+* compile: a model, not a count: all elementwise work and column sums fused into one pass for each
+  norm, two norms in two kernels. The code that torch.compile emits depends on version and shape;
+  the timed bench runs it.
 
-A pass counts what has rows * d values or more. Beside them come statistics
-(O(rows)), gains and partial sums of their gradients (O(d) each); the last two
-columns are ours. `asked` is ours in passes with every repeated read of an address
-counted, gains included: those repeats are meant to come out of L1 and L2.
+A pass counts tensors of rows * d values or more. Beside them come statistics (O(rows)), gains
+and partial sums of their gradients (O(d) each); the last two columns are ours. `asked` is ours in
+passes with every repeated read of an address counted, gains included: L1 and L2 are meant to
+serve those repeats.
 
-Partial sums depend on the device: at most 8 rows of d float32 values here, a few
-per SM on a GPU, so 528 at most on 132 SMs: written once and read once, for each
-gain 0.13 passes of 16384 rows in bfloat16.
+Partial sums depend on the device: at most 8 rows of d float32 values here, a few for each SM on a
+GPU, so 528 at most on 132 SMs: written once and read once, for each gain 0.13 passes of 16384
+rows in bfloat16.
 """
 
 from __future__ import annotations
@@ -41,6 +40,7 @@ import torch
 from torch import Tensor
 
 from bench.harness.counting import Step, count, interpreting
+from bench.harness.markdown import markdown_table
 from bench.kernels.ops import EPS, OPS, Contender, Op, contenders
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -48,7 +48,7 @@ COLUMNS = ("floor", "ours", "liger", "eager", "naive", "compile")
 
 
 # ---------------------------------------------------------------------------
-# F.rms_norm as it runs on CUDA: one operator each way. On a CPU it is a chain.
+# F.rms_norm as it runs on CUDA: one operator in each direction. On a CPU it is a chain.
 
 
 @torch.library.custom_op("deeploop_bench::rms_norm", mutates_args=())
@@ -88,7 +88,7 @@ def one_norm(x: Tensor, w: Tensor) -> Tensor:
 def steps_of(
     op: Op, contender: Contender, n_rows: int, d: int, dtype: torch.dtype
 ) -> tuple[list[Step], list[Step]]:
-    """What the forward and the backward (every gradient) execute."""
+    """Record the steps of the forward and of the backward with every gradient."""
     inputs = op.make_inputs(n_rows, d, dtype, "cpu", contender.gains or dtype)
     with count() as forward:
         outputs = contender.run(inputs)
@@ -100,7 +100,7 @@ def steps_of(
 
 
 def summary(steps: list[Step], n_rows: int, d: int, itemsize: int) -> dict[str, Any]:
-    """Passes, and what comes beside them in bytes."""
+    """Count the passes, and the bytes beside them."""
     moved = [m for step in steps for m in step.moved]
     one_pass = n_rows * d * itemsize
 
@@ -118,7 +118,10 @@ def summary(steps: list[Step], n_rows: int, d: int, itemsize: int) -> dict[str, 
 
 
 def kind_of(shape: tuple[int, ...], n_rows: int, d: int) -> str:
-    """Rows, a few numbers per row, or neither. n_rows divides no other dimension."""
+    """Classify a shape as rows, statistics (a few numbers per row) or gains.
+
+    n_rows must divide no other dimension.
+    """
     if not any(dim and dim % n_rows == 0 for dim in shape):
         return "gains"
     return "rows" if math.prod(shape) >= n_rows * d else "statistics"
@@ -127,7 +130,7 @@ def kind_of(shape: tuple[int, ...], n_rows: int, d: int) -> str:
 def measure(
     op: Op, n_rows: int, d: int, name: str, only: list[str] | None = None
 ) -> list[dict[str, Any]]:
-    """One record per direction: passes of every contender that is there (or only of some)."""
+    """Count the passes of every available contender, or of some; a record per direction."""
     dtype = DTYPES[name]
     records: list[dict[str, Any]] = [
         {
@@ -149,21 +152,20 @@ def measure(
 # Printing
 
 
-def table(records: list[dict[str, Any]]) -> str:
-    lines = [
-        "| op | | dtype | " + " | ".join(COLUMNS) + " | asked | bytes per row | gains, KiB |",
-        "|---|---|---|" + "---:|" * (len(COLUMNS) + 3),
-    ]
+def traffic_table(records: list[dict[str, Any]]) -> str:
+    """Format a row for each op, direction and dtype."""
+    head = ["op", "", "dtype", *COLUMNS, "asked", "bytes per row", "gains, KiB"]
+    rows = []
     for r in records:
-        cells = []
+        row = [r["op"], r["direction"], r["dtype"]]
         for column in COLUMNS:
             value = r.get(column, r["counted"].get(column, {}).get("passes"))
-            cells.append("-" if value is None else f"{value:.4g}")
+            row.append("-" if value is None else f"{value:.4g}")
         ours = r["counted"].get("ours")
         beside = ("asked", "statistics_per_row", "gains") if ours else ()
-        cells += [f"{ours[key] / (1024 if key == 'gains' else 1):.4g}" for key in beside]
-        lines.append(f"| {r['op']} | {r['direction']} | {r['dtype']} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        row += [f"{ours[key] / (1024 if key == 'gains' else 1):.4g}" for key in beside]
+        rows.append(row)
+    return markdown_table(head, rows, text_columns=3)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -177,22 +179,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="records instead of tables")
     options = parser.parse_args(argv)
     if not interpreting():
-        # Triton decides when it is imported: start over in a process that says so.
+        # Triton reads the variable when it is imported, so a new process has to set it.
         command = [sys.executable, "-m", "bench.kernels.traffic", *(argv or sys.argv[1:])]
         return subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}).returncode
     chosen = [op for op in OPS if not options.op or op.name in options.op]
     records: list[dict[str, Any]] = []
     for d in options.d:
-        found = [
+        counted = [
             record
             for op in chosen
             for name in options.dtype
             for record in measure(op, options.rows, d, name, options.only)
         ]
-        records += found
+        records += counted
         if not options.json:
             print(f"\nPasses over [rows, d]: {options.rows} rows, d = {d}, float32 gains\n")
-            print(table(found), flush=True)
+            print(traffic_table(counted), flush=True)
     if options.json:
         print(json.dumps(records))
     return 0

@@ -182,13 +182,8 @@ def test_routed_experts(benchmark, machine, tokens, precision):
     existing = {
         name: [*layer.parameters(), *inputs, *gradients] for name, (_, layer) in contenders.items()
     }
-    entries = machine.compare(
-        runs,
-        existing,
-        rounds=7 if slow else 31,
-        fused={"grouped_mm": FUSED},
-        opaque=("megablocks",),
-    )
+    rounds, fused = 7 if slow else 31, {"grouped_mm": FUSED}
+    entries = machine.compare(runs, existing, rounds, fused, opaque=("megablocks",))
     for name, entry in entries.items():
         entry["page_faults"] = page_faults(runs[name])
     case = {"tokens": tokens, "experts": EXPERTS, "top_k": TOP_K}
