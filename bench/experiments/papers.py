@@ -170,7 +170,8 @@ def costs(results: Results) -> list[Row]:
                     costs_by_seed.append(
                         ends[-1]["val_bits_per_byte"] - ends[0]["val_bits_per_byte"]
                     )
-        claim = f"R = {loops}: p = {P[-1]:g} less p = {P[0]:g} where all p escape ({len(costs_by_seed)})"
+        difference, runs_of_each = f"p = {P[-1]:g} less p = {P[0]:g}", len(costs_by_seed)
+        claim = f"R = {loops}: {difference} where all p escape ({runs_of_each})"
         rows.append(compare(claim, "more: +.10 nats/token from .45 to .60", costs_by_seed, +1))
     return rows
 

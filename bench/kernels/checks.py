@@ -19,8 +19,8 @@ from torch import Tensor
 
 from bench.kernels.ops import OPS, Op
 from deeploop import kernels
-from deeploop.kernels import rows
 from deeploop.utils.device import device_name, pick_device
+from deeploop.utils.versions import versions
 
 # Odd widths and the last row block half empty; every kind of launch once.
 SMALL = [
@@ -34,23 +34,22 @@ LARGE = [(4099, 768), (2051, 4096), (517, 16384)]
 
 
 def environment(device: torch.device) -> None:
-    triton = rows.triton.__version__ if rows.triton else "none"
-    parts = [
+    facts = [
         device_name(device),
         f"torch {torch.__version__}",
-        f"triton {triton}",
+        f"triton {versions()['triton']}",
         f"Python {platform.python_version()}",
     ]
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        parts += [
+        facts += [
             f"sm_{properties.major}{properties.minor}",
             f"{properties.multi_processor_count} SMs",
             f"{properties.total_memory / 2**30:.0f} GiB",
             f"L2 {properties.L2_cache_size / 2**20:.0f} MiB",
             f"CUDA {torch.version.cuda}",
         ]
-    print(", ".join(parts))
+    print(", ".join(facts))
 
 
 def results(op: Op, inputs: list[Tensor]) -> list[Tensor]:
