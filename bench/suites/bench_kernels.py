@@ -57,14 +57,14 @@ from deeploop.utils.device import pick_device
 DEVICE = pick_device("auto")
 CUDA = DEVICE.type == "cuda"
 # [tokens, d] of a 124M model and of wider ones; past d = 2048 the backward works in chunks.
-_ON_CUDA = [
+ON_CUDA = [
     (torch.bfloat16, (65536, 768)),
     (torch.bfloat16, (16384, 4096)),
     (torch.bfloat16, (16384, 8192)),
     (torch.float32, (16384, 4096)),
     (torch.bfloat16, (32768, 2048)),
 ]
-CASES = _ON_CUDA if CUDA else [(t, (1024, 768)) for t in (torch.bfloat16, torch.float32)]
+CASES = ON_CUDA if CUDA else [(t, (1024, 768)) for t in (torch.bfloat16, torch.float32)]
 CHOSEN = os.environ.get("DEEPLOOP_BENCH_OPS", "").split()
 COMPILING = Budget(float(os.environ.get("DEEPLOOP_BENCH_COMPILE_SECONDS", "60")))
 # |error| / |value| against float64: a few units of rounding, more for sums of many rows.
