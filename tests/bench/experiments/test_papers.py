@@ -1,14 +1,11 @@
-"""What is concluded of runs, and the recorded ones."""
-
-from pathlib import Path
+"""Conclusions from runs about the papers' claims."""
 
 import pytest
 
-from bench.experiments import ablation, papers
-from bench.experiments.runs import load, save
+from bench.experiments import papers
+from bench.experiments.runs import save
 from deeploop.cli import parse_train
 
-RESULTS = Path(__file__).parents[2] / "bench" / "results"
 FLOOR = 4.7
 
 
@@ -23,21 +20,21 @@ def test_escape():
 
 
 @pytest.mark.parametrize(
-    ("values", "sign", "said"),
+    ("values", "sign", "agrees"),
     [
         ([-1, -2], -1, "yes"), ([-1, -2], 1, "**no**"), ([-1, 2], 1, "open"), ([], 1, ""),
         ([1, 1], None, ""), ([1, -1], 0, "yes"), ([1, 2], 0, "**no**"),
     ],
 )  # fmt: skip
-def test_verdict(values, sign, said):
-    assert papers.verdict(values, sign) == said
+def test_verdict(values, sign, agrees):
+    assert papers.verdict(values, sign) == agrees
 
 
 def test_differences_are_of_the_same_seed():
     results = {"a --seed 0": end(1), "b --seed 0": end(3), "a --seed 1": end(9)}
     results |= {"a --seed 2": end(1), "b --seed 2": {"diverged": "x"}}
     assert papers.differences(results, "a", "b") == [-2]
-    assert papers.compare("", "", [-2], -1).agrees == ""  # one seed concludes nothing
+    assert papers.compare("", "", [-2], -1).agrees == ""  # one seed is no evidence
 
 
 @pytest.mark.parametrize("claim", ["p-sweep", "by-loops", "segments", "loom"])
@@ -47,7 +44,7 @@ def test_cases_are_what_train_takes(claim):
 
 
 def swept(reached) -> dict:
-    """A p-sweep of two seeds, each run ending at reached(p, whether lr is its R's first)."""
+    """Make a p-sweep of two seeds; a run ends at reached(p, whether lr is the first of its R)."""
     return {
         f"{papers.looped(p, loops, lr)} --seed {seed}": end(reached(p, lr == lrs[0]))
         for loops, lrs in papers.SWEPT.items()
@@ -71,7 +68,7 @@ def test_more_escape_as_p_grows():
     assert {row.agrees for row in papers.escapes(nowhere)} == {""}
 
 
-def test_arms_meet_at_their_own_best_learning_rate():
+def test_rules_are_compared_each_at_its_best_learning_rate():
     first, second, third, fourth = papers.LOOPS_LRS
     ends = {
         (0.5, first): [3.0, 3.2], (0.5, second): [2.0, 5.0],
@@ -84,7 +81,7 @@ def test_arms_meet_at_their_own_best_learning_rate():
     }
     lost, alone = papers.looped(None, 2, third), papers.looped(None, 2, fourth)
     results |= {f"{lost} --seed 0": {"diverged": "x"}, f"{lost} --seed 1": end(1.0)}
-    results[f"{alone} --seed 0"] = end(1.0)  # a rate of fewer seeds is no rival
+    results[f"{alone} --seed 0"] = end(1.0)  # a rate with fewer seeds is not chosen
     row = papers.by_loops(results)[papers.LOOPS.index(2)]
     assert row.here == "-0.400 (-0.500 to -0.300)" and row.agrees == "yes"
 
@@ -102,15 +99,3 @@ def test_printing_trains_nothing_and_draws(tmp_path, capsys):
     assert png.stat().st_size > 1000
     with pytest.raises(SystemExit, match=r"none\.json"):
         papers.main(["--table", str(tmp_path / "none.json")])
-
-
-def test_the_recorded_ablation_is_read_by_both():
-    results = load(RESULTS / "loom-arms-cpu-2026-11-30.json")
-    assert "| native | 2.392 (2.368 to 2.408) |" in ablation.table(ablation.arms(), results)
-    assert [row.agrees for row in papers.parts(results)] == [
-        "**no**",
-        "open",
-        "open",
-        "yes",
-        "open",
-    ]

@@ -1,4 +1,4 @@
-"""Everyone in the bench computes the same function, on shapes of its own."""
+"""All contenders of the kernels compute the same function."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def test_agree_with_the_reference(op, dtype, tolerance):
     assert {c.name for c in found} | set(missing) >= {"ours", "eager", "naive", "liger", "apex"}
 
 
-def test_a_wrong_contender_is_told():
+def test_a_wrong_contender_is_named():
     (op,) = (op for op in OPS if op.name == "pre_norm")
     inputs = op.make_inputs(5, 32, torch.float32, "cpu")
     gradients, exact = exact_results(op, inputs, torch.float32)
@@ -38,7 +38,7 @@ def test_a_wrong_contender_is_told():
     assert runner.wrong(exact, 1e-5).startswith("output 0")
 
 
-def test_every_op_of_the_package_is_benched():
+def test_every_op_of_the_package_is_timed():
     helpers = {"looping_carry", "looping_coefficients", "two_memory_coefficients"}
     assert {op.name for op in OPS} == set(kernels.__all__) - helpers
 

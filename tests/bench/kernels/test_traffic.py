@@ -1,4 +1,4 @@
-"""Each op moves its floor and no more: counted from what its kernels execute."""
+"""Each op moves its floor and no more, counted from the operations that its kernels execute."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from bench.kernels.ops import OPS
 
 pytest.importorskip("triton", reason="Triton is not installed")
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+ROOT = HERE.parents[2]
 ROWS = 17  # a prime, and more than the programs of a launch
 ALLOWED = 1.03
 # 1024 is a row in registers, 4096 one in chunks.
@@ -35,13 +35,13 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def records():
     """By op, direction, dtype and d."""
-    found = []
+    listed = []
     for dtype, d in SHAPES:
         command = ["bench.kernels.traffic", "--json", "--only", "ours", "--rows", str(ROWS)]
         result = run(*command, "--d", str(d), "--dtype", dtype)
         assert result.returncode == 0, result.stderr
-        found += json.loads(result.stdout)
-    return {(r["op"], r["direction"], r["dtype"], r["d"]): r for r in found}
+        listed += json.loads(result.stdout)
+    return {(r["op"], r["direction"], r["dtype"], r["d"]): r for r in listed}
 
 
 @every_case

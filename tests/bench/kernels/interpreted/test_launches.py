@@ -124,7 +124,7 @@ def test_out_of_bounds_is_refused(n):
         masked_copy[(4,)](x, y, n, BLOCK=64)
 
 
-def test_no_trace_is_left():
+def test_the_interpreter_is_restored():
     before = interpreter.GridExecutor, interpreter._implicit_cvt
     with count():
         pass
