@@ -27,3 +27,9 @@ def skip_if_late() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the experts last: their settings of malloc stay with the process."""
     items.sort(key=lambda item: item.path.name == "bench_moe.py")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Use no workers under `-n auto`: cases are timed one after another, in one process."""
+    return 0

@@ -1,21 +1,18 @@
-"""What is benchmarked: each op's inputs and floor, and who else can compute it.
+"""Inputs and floor of each op, and the contenders that can compute it.
 
-A floor is the least an op can move, in passes over one [rows, d] tensor (forward,
-backward): every activation read once and every result written once, given what
-the op saves. O(rows) statistics and O(d) gains come beside it. The derivations
-are in the kernels' docstrings.
+A floor is the least that an op can move, in passes over one [rows, d] tensor (forward, backward):
+every activation read once and every result written once, given the tensors that the op saves.
+O(rows) statistics and O(d) gains come beside it. The kernels' docstrings have the derivations.
 
 The contenders of an op compute the same function of the same inputs:
 
 * ours: `deeploop.kernels`;
-* naive: `deeploop.kernels.reference` in eager mode, the chain one writes first
-  (upcast, square, mean, rsqrt, multiply, downcast); where the reference asks the
-  device how many of something there are, which no CUDA graph can hold, a form of it
-  that does not (`plain`);
-* eager: PyTorch's own fused calls (torch.add with alpha, F.rms_norm), the best
-  eager code we know;
-* compile: torch.compile of the same;
-* liger, apex: their fused norms, with PyTorch for what they do not cover.
+* naive: `deeploop.kernels.reference` in eager mode, the chain that one writes first (upcast,
+  square, mean, rsqrt, multiply, downcast); where the reference waits for a count from the device,
+  which no CUDA graph can hold, a form of it that does not (`plain`);
+* eager: PyTorch's fused calls (torch.add with alpha, F.rms_norm), the best eager code we know;
+* compile: torch.compile of naive;
+* liger, apex: their fused norms, with PyTorch for the rest of the op.
 """
 
 from __future__ import annotations

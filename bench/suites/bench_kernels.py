@@ -1,29 +1,28 @@
-"""Every op, forward and backward, against everyone else who can compute it.
+"""Every op, forward and backward, beside all other ways to compute it.
 
     pytest bench/suites/bench_kernels.py [--benchmark-json=FILE]
 
-The same code on CPU and CUDA. On a CPU ours is the PyTorch closed form and shapes
-are small; on CUDA it is the Triton kernels. First every contender is compared
-with the float64 reference: ours must agree, another that does not is named and
-left out, and only then is anything timed. Contenders take turns call by call.
+The same code on CPU and CUDA. On a CPU ours is the PyTorch closed form and shapes are small; on
+CUDA it is the Triton kernels. First every contender is compared with the float64 reference: ours
+must agree, another that does not is left out with its reason, and only then is anything timed.
+Contenders take turns call by call.
 
-What a record (benchmark.extra_info) holds is in `bench.harness.record`; of these contenders
+`bench.harness.record` describes a record (benchmark.extra_info). Here
 
-* seconds: median of one call. On CUDA: a graph replay between two events, L2
-  flushed before, so launch overhead is not in it;
-* call_seconds: median of one eager call, wall clock, device waited for (on a CPU
-  the same as seconds). What it has over `seconds` is mostly launch overhead;
-* gb_per_s and of_copy: the same work for everyone, so whoever moves more than the
-  floor scores lower; FLOPs are those of the naive chain's arithmetic;
-* peak_bytes: allocated at most by one forward and backward;
-* bytes: what the call moves, counted operator by operator for eager, naive and, on
-  a CPU, ours; on CUDA ours moves its floor (bench.kernels.traffic counts that); else None.
+* seconds: median of one call. On CUDA: a graph replay between two events, L2 flushed before, so
+  launch overhead is excluded;
+* call_seconds: median of one eager call, wall clock until the device is done (on a CPU the same
+  as seconds). Its difference to `seconds` is mostly launch overhead;
+* gb_per_s and of_copy: the same work for every contender, so one that moves more than the floor
+  scores lower; FLOPs are those of the naive chain's arithmetic;
+* peak_bytes: peak memory of one forward and backward;
+* bytes: moved by the call, counted operator by operator for eager, naive and, on a CPU, ours; on
+  CUDA ours moves its floor (`bench.kernels.traffic` counts it); else None.
 
-DEEPLOOP_BENCH_COMPILE=1 adds torch.compile on a CPU too, where each case takes many
-seconds to build; on CUDA it runs until DEEPLOOP_BENCH_COMPILE_SECONDS (60) have gone
-into building. DEEPLOOP_BENCH_SECONDS=N skips, in every suite, what has not begun after
-N seconds, so that the results so far are still written; DEEPLOOP_BENCH_OPS="NAME ..."
-leaves only these ops.
+DEEPLOOP_BENCH_COMPILE=1 adds torch.compile on a CPU, too, where each case takes many seconds to
+compile; on CUDA it takes part until DEEPLOOP_BENCH_COMPILE_SECONDS (60) are spent on compiling.
+DEEPLOOP_BENCH_SECONDS=N skips, in every suite, the cases that have not started after N seconds,
+so that the results so far are still written; DEEPLOOP_BENCH_OPS="NAME ..." selects ops.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ UNFUSED = ("rms_norm", "RowwiseMoments", "layer_norm", "vectorized_elementwise")
 # What PyTorch's own operators run, so that a call's bytes can be counted as it runs.
 ATEN_ONLY = ("ours", "eager", "naive")
 
-OURS_FAILED = 9  # exit code; any other than 0 is a contender's fault
+OURS_FAILED = 9  # exit code; any other than 0 is another contender's failure
 
 # A saved tensor is read again by every timed backward.
 torch._functorch.config.donated_buffer = False
@@ -89,7 +88,7 @@ torch._functorch.config.donated_buffer = False
 
 
 class Runner:
-    """A contender on inputs of its own: forward, backward, and whether they are right."""
+    """One contender with its copy of the inputs: forward, backward, and their errors."""
 
     def __init__(self, op: Op, contender: Contender, inputs: list[Tensor], stream: Any):
         self.contender, self.stream = contender, stream
@@ -125,12 +124,12 @@ class Runner:
         torch.autograd.grad(outputs, self.leaves, self.gradients)
 
     def wrong(self, exact: list[Tensor], tolerance: float) -> str | None:
-        """The first value or gradient that is off, in words."""
+        """Describe the first value or gradient that is off; None if all are right."""
         with self.on_stream():
-            found = [*self.used, *self.backward()]
+            results = [*self.used, *self.backward()]
         if CUDA:
             torch.cuda.synchronize()
-        for i, (a, e) in enumerate(zip(found, exact, strict=True)):
+        for i, (a, e) in enumerate(zip(results, exact, strict=True)):
             error = relative_error(a, e)
             if not error <= tolerance:
                 kind = "output" if i < len(self.used) else "gradient"
@@ -141,7 +140,7 @@ class Runner:
 def exact_results(
     op: Op, inputs: list[Tensor], dtype: torch.dtype
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Random output gradients; the differentiable outputs and all gradients in float64."""
+    """Make random output gradients; returns them, and outputs and gradients in float64."""
     wide = [
         (x.detach().double() if x.is_floating_point() else x).requires_grad_(x.requires_grad)
         for x in inputs
@@ -154,12 +153,12 @@ def exact_results(
     return gradients, [*(y.detach() for y in outputs), *exact]
 
 
-# The two directions of a case come one after the other and share what is built.
+# The two directions of a case run one after the other and share the runners.
 @functools.lru_cache(maxsize=1)
 def runners(
     op_name: str, shape: tuple[int, int], dtype: torch.dtype
 ) -> tuple[dict[str, Runner], dict[str, str]]:
-    """Every contender that computes the right thing, and why the others are missing."""
+    """Make a runner for each contender that is right; returns reasons for the others, too."""
     op = next(op for op in OPS if op.name == op_name)
     stream = torch.cuda.Stream() if CUDA else None
     torch.manual_seed(0)
@@ -192,7 +191,7 @@ def runners(
 
 
 def stop(reason: str) -> NoReturn:
-    """End the session: ours is at fault, and no speed counts before it is right."""
+    """End the session: ours is wrong, and no speed is reported before it is right."""
     pytest.exit(reason, returncode=OURS_FAILED)
 
 
@@ -203,7 +202,7 @@ def stop(reason: str) -> NoReturn:
 def medians(
     calls: dict[str, Callable[[], object]], stream: Any, missing: dict[str, str]
 ) -> dict[str, dict[str, Any]]:
-    """What `measured` says of every contender, on CUDA by replays of graphs (see the top)."""
+    """Time every contender, on CUDA by replays of graphs (see the module's docstring)."""
     replays = {}
     for name, run in calls.items() if CUDA else ():
         try:
@@ -215,13 +214,13 @@ def medians(
 
 
 def assert_fused(op: Op, runner: Runner, direction: str) -> None:
-    """Ours launched its own kernel, and nothing of the chain it replaces."""
+    """Check that ours launched its kernel, and nothing of the chain that it replaces."""
     run = runner.forward if direction == "forward" else runner.backward
     names = [name for name, _ in kernel_times(run)]
     ours = f"{FUSED.get(op.name, op.name)}_{direction}"
     if not any(ours in name for name in names):
         stop(f"no {ours} kernel in {names}")
-    # Filling memory with zeros is no part of a chain.
+    # Filling memory with zeros does not belong to a chain.
     strays = [
         name
         for name in names
