@@ -164,15 +164,15 @@ def runners(
     torch.manual_seed(0)
     inputs = op.make_inputs(*shape, dtype, DEVICE)
     gradients, exact = exact_results(op, inputs, dtype)
-    found, missing = contenders(op)
+    candidates, missing = contenders(op)
     refused = not_compiling(DEVICE, COMPILING)
     if refused:
         missing["compile"] = refused
     else:
         torch._dynamo.reset()  # every shape is a new compilation; there is a limit on those
-        found.append(compiled(op))
+        candidates.append(compiled(op))
     right: dict[str, Runner] = {}
-    for contender in found:
+    for contender in candidates:
         building = COMPILING.spend() if contender.name == "compile" else contextlib.nullcontext()
         try:
             with building:
