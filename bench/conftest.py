@@ -3,10 +3,10 @@ import time
 
 import pytest
 
-from bench.record import Machine
+from bench.harness.record import Machine
 from deeploop.utils.device import pick_device
 
-BEGAN, BUDGET = time.monotonic(), float(os.environ.get("DEEPLOOP_BENCH_SECONDS", "inf"))
+START, SECONDS = time.monotonic(), float(os.environ.get("DEEPLOOP_BENCH_SECONDS", "inf"))
 
 
 @pytest.fixture(scope="session")
@@ -15,12 +15,21 @@ def machine() -> Machine:
 
 
 @pytest.fixture(autouse=True)
-def in_time() -> None:
-    """DEEPLOOP_BENCH_SECONDS=N skips what has not begun after N seconds: the rest is written."""
-    if time.monotonic() - BEGAN > BUDGET:
-        pytest.skip(f"the {BUDGET:.0f} s for this bench are over")
+def skip_if_late() -> None:
+    """Skip the cases that have not started when DEEPLOOP_BENCH_SECONDS are over.
+
+    So the records of the cases before are still written.
+    """
+    if time.monotonic() - START > SECONDS:
+        pytest.skip(f"the {SECONDS:.0f} s for this bench are over")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The experts last: how they set up malloc stays with the process."""
+    """Run the experts last: their settings of malloc stay with the process."""
     items.sort(key=lambda item: item.path.name == "bench_moe.py")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Use no workers under `-n auto`: cases are timed one after another, in one process."""
+    return 0

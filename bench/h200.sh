@@ -1,43 +1,60 @@
 #!/usr/bin/env bash
-# One run on a CUDA machine, in under eight minutes: checks first, then speed.
+# Checks and then benchmarks a CUDA machine, in under eight minutes.
 #
 #   bench/h200.sh [results folder, default bench/results]
+#   bench/h200.sh --list      print each stage's name, seconds at most and command; run nothing
 #
-# Nothing needs to be installed: the repository is used where it is, with the
-# torch, triton, pytest and pytest-benchmark of $PYTHON (default python3). Every
-# stage has its time cap; the first check that fails ends the run, so no speed is
-# ever written behind a failing check. Exit code 3: there is no GPU.
+# Nothing needs to be installed: the repository is used in place, with the torch, triton, pytest
+# and pytest-benchmark of $PYTHON (default python3). Every stage has a time limit; the first check
+# that fails ends the run, so no speed is written after a failed check. Exit code 3: no GPU.
 #
-# Speed has a process for each op at the shape of a 124M model, then for each suite of
-# models (bench/bench_NAME.py, where the trainer's packages are there), then for each op at
-# the other shapes, while time lasts: a contender that takes its process down costs its
-# records and an exit code of 1 at the end, an op of ours that fails ends the run.
+# Speed has a process for each op at the shape of a 124M model, then for each suite of models
+# (bench/suites/bench_NAME.py, if the trainer's packages import), then for each op at the other
+# shapes, while time lasts. A contender that crashes its process costs its records and an exit
+# code of 1 at the end; an op of this package that fails ends the run.
 #
-# OPS="NAME ..." times only these, SUITES="NAME ..." only those (step loom moe optimizer
-# decode); either may be empty, so that the time goes to the other. TUNE=1 first times
-# every launch setting (python -m bench.tune) for TUNE_SECONDS (200). STEPS=1 ends with 20 steps of the 124M model at
-# R = 1 and R = 7, where the trainer's packages are there. SKIP_MEMCHECK=1 leaves
-# compute-sanitizer out (it is left out by itself where it is not installed).
-# DEEPLOOP_COMMIT names the commit where there is no .git.
+# OPS="NAME ..." and SUITES="NAME ..." choose the ops and the suites (step loom moe optimizer
+# decode); either may be empty. TUNE=1 first times every launch setting
+# (python -m bench.kernels.tune) for TUNE_SECONDS (200). STEPS=1 ends with 20 training steps of the
+# 124M model at R = 1 and R = 7, if the trainer's packages import. SKIP_MEMCHECK=1 leaves out
+# compute-sanitizer, which is also left out where it is not installed. DEEPLOOP_COMMIT names the
+# commit where there is no .git.
 #
-# With CPU_DRY_RUN=1 the same stages run without a GPU, as a test of this script;
-# what they time is then the CPU path.
+# CPU_DRY_RUN=1 runs the same stages without a GPU, as a test of this script; the GPU tests are
+# then only collected, and the CPU path is timed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
+list=0
+[ "${1:-}" = --list ] && list=1 && shift
 results=${1:-bench/results}
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONDONTWRITEBYTECODE=1
 unset TRITON_INTERPRET
 
 dry=${CPU_DRY_RUN:-0}
-if [ "$dry" != 1 ] && ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+if [ "$dry$list" = 00 ] && ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     echo "h200.sh: $python sees no CUDA device; nothing was run"
     exit 3
 fi
 [ "$dry" = 1 ] && export CUDA_VISIBLE_DEVICES=
 
+imports() { # module...: whether they all import; assumed for the list
+    local IFS=,
+    [ "$list" = 1 ] || "$python" -c "import $*" 2>/dev/null
+}
+
+print_stage() { # name, seconds, command...
+    printf '%s\t%s\t' "$1" "$2"
+    printf '%q ' "${@:3}"
+    echo
+}
+
 stage() { # name, seconds, command...
     local name=$1 limit=$2 began=$SECONDS code=0
+    if [ "$list" = 1 ]; then
+        print_stage "$@"
+        return
+    fi
     shift 2
     local left=$((470 - SECONDS))
     [ "$limit" -gt "$left" ] && limit=$left
@@ -55,59 +72,66 @@ stage() { # name, seconds, command...
     echo "== $name: passed in $((SECONDS - began)) s"
 }
 
-# The tests' own settings come from tests/kernels alone: the folder above it needs
-# packages of the trainer.
+# Only conftest.py files under tests/kernels are read: tests/conftest.py needs the trainer's
+# packages.
 tests=("$python" -m pytest -q -p no:cacheprovider --confcutdir=tests/kernels tests/kernels)
-spread=()
-if [ "$dry" != 1 ] && "$python" -c 'import xdist' 2>/dev/null; then
-    spread=(-n 12) # most of the time goes into compiling, on the CPU
+workers=()
+if [ "$dry" != 1 ] && imports xdist; then
+    workers=(-n 12) # most of the time is spent compiling, on the CPU
 fi
 if [ "$dry" = 1 ]; then marked=(-m gpu --collect-only); else marked=(-m gpu); fi
-mkdir -p "$results"
+[ "$list" = 1 ] || mkdir -p "$results"
 name=$results/kernels-$(date -u +%Y%m%dT%H%M%SZ)
 
-stage environment 60 "$python" -m bench.checks environment
-stage "GPU tests" 200 "${tests[@]}" "${marked[@]}" "${spread[@]}" -k "not past_two_to"
+stage environment 60 "$python" -m bench.kernels.checks environment
+stage "GPU tests" 200 "${tests[@]}" "${marked[@]}" "${workers[@]}" -k "not past_two_to"
 # Alone: each of these fills tens of GiB.
 stage "GPU tests of large offsets" 60 "${tests[@]}" "${marked[@]}" -k past_two_to
-if "$python" -c 'import hypothesis, rich, safetensors, tyro' 2>/dev/null; then
+if imports hypothesis rich safetensors tyro; then
     stage "GPU tests of the models" 90 "$python" -m pytest -q -p no:cacheprovider \
-        tests/test_model_gpu.py "${marked[@]}"
+        tests/model/test_model_gpu.py "${marked[@]}"
+    stage "GPU tests of the profiler" 90 "$python" -m pytest -q -p no:cacheprovider \
+        tests/analyze/test_profile.py "${marked[@]}"
 else
-    echo "== GPU tests of the models: skipped, the trainer's packages are not there"
+    echo "== GPU tests of models and profiler: skipped, the trainer's packages do not import"
 fi
-stage "first launches" 90 "$python" -m bench.checks warm
+stage "first launches" 90 "$python" -m bench.kernels.checks warm
 if [ "${SKIP_MEMCHECK:-0}" = 1 ]; then
     echo "== memcheck: skipped, SKIP_MEMCHECK=1"
-elif command -v compute-sanitizer >/dev/null; then
-    # Without PyTorch's memory cache, so that every tensor ends where its memory does.
+elif [ "$list" = 1 ] || command -v compute-sanitizer >/dev/null; then
+    # Without PyTorch's memory cache a tensor's memory ends with the tensor.
     stage memcheck 120 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
-        compute-sanitizer --tool memcheck --error-exitcode 9 "$python" -m bench.checks once
+        compute-sanitizer --tool memcheck --error-exitcode 9 "$python" -m bench.kernels.checks once
 else
     echo "== memcheck: skipped, no compute-sanitizer on the PATH"
 fi
-stage determinism 60 "$python" -m bench.checks determinism
+stage determinism 60 "$python" -m bench.kernels.checks determinism
 
 if [ "${TUNE:-0}" = 1 ] && [ "$dry" != 1 ]; then
     seconds=${TUNE_SECONDS:-200}
-    stage tune $((seconds + 40)) "$python" -m bench.tune --seconds "$seconds" \
+    stage tune $((seconds + 40)) "$python" -m bench.kernels.tune --seconds "$seconds" \
         --out "$name-tune.json"
 fi
 
 failed=0
-speed() { # what, part, bench file, pytest's -k, seconds at most, seconds of a case
+speed() { # op or suite, kind, bench file, pytest's -k, seconds at most, seconds of a case
     local json=$name-$1-$2.json left=$((440 - SECONDS)) code=0
+    local command=("$python" -m pytest -q -p no:cacheprovider "bench/suites/$3" -k "$4")
+    command+=(--benchmark-json="$json")
+    if [ "$list" = 1 ]; then
+        print_stage "speed of $1, $2" "$5" env "DEEPLOOP_BENCH_OPS=$1" "${command[@]}"
+        return
+    fi
     if [ "$left" -lt 30 ]; then
         echo "== speed of $1, $2: no time left"
         return
     fi
     [ "$left" -gt "$5" ] && left=$5
     echo "== speed of $1, $2 (at most $left s)"
-    # A case that has begun must still end inside the cap.
+    # A case that starts must still end inside the limit.
     DEEPLOOP_BENCH_OPS=$1 DEEPLOOP_BENCH_SECONDS=$((left > $6 ? left - $6 : 1)) \
         DEEPLOOP_BENCH_COMPILE_SECONDS=$((left / 3)) timeout --kill-after=10 "$left" \
-        "$python" -m pytest -q -p no:cacheprovider "bench/$3" -k "$4" \
-        --benchmark-json="$json" || code=$?
+        "${command[@]}" || code=$?
     if [ "$code" = 9 ]; then
         echo "h200.sh: $1 failed; nothing after it was run"
         exit 1
@@ -122,41 +146,50 @@ ops=$("$python" -m deeploop.kernels.registry) suites="step loom moe optimizer de
 main=65536x768
 [ "$dry" = 1 ] && main=1024x768 ops=post_sandwich suites=optimizer # the CPU has this shape alone
 ops=${OPS-$ops} suites=${SUITES-$suites}
-if ! "$python" -c 'import tyro, rich, safetensors' 2>/dev/null; then
-    echo "== suites of models: skipped, the trainer's packages are not there"
+if ! imports tyro rich safetensors; then
+    echo "== suites of models: skipped, the trainer's packages do not import"
     suites=
 fi
 for op in $ops; do speed "$op" main bench_kernels.py "$main" 90 20; done
 for suite in $suites; do speed "$suite" suite "bench_$suite.py" "test_" 150 70; done
 for op in $ops; do speed "$op" others bench_kernels.py "not $main" 90 20; done
-shopt -s nullglob
-files=("$name"-*-main.json "$name"-*-suite.json "$name"-*-others.json)
-if [ ${#files[@]} = 0 ]; then
-    echo "h200.sh: nothing was timed"
-    exit 1
+report=("$python" -m bench.harness.report)
+if [ "$list" = 1 ]; then
+    print_stage report 60 "${report[@]}" "$name-*.json" --plots "$name"
+else
+    shopt -s nullglob
+    files=("$name"-*-main.json "$name"-*-suite.json "$name"-*-others.json)
+    if [ ${#files[@]} = 0 ]; then
+        echo "h200.sh: nothing was timed"
+        exit 1
+    fi
+    timeout 60 "${report[@]}" "${files[@]}" --plots "$name" >"$name.md"
+    cat "$name.md"
+    echo "== written: ${files[*]} $name.md $name/*.png, $SECONDS s in all"
 fi
-timeout 60 "$python" -m bench.report "${files[@]}" --plots "$name" >"$name.md"
-cat "$name.md"
-echo "== written: ${files[*]} $name.md $name/*.png, $SECONDS s in all"
 
 steps() { # loops
-    local out limit=$((470 - SECONDS))
+    local out=runs/h200 limit=$((470 - SECONDS))
     [ "$limit" -gt 90 ] && limit=90
+    local command=("$python" -m deeploop.cli train "gpt2-small-r$1-deeploop"
+        --data.tokenizer byte --steps 20 --train.compile --train.batch-size 16
+        --train.log-every 5 --train.eval-every 0 --train.save-every 0 --train.eval-tokens 1024)
+    if [ "$list" = 1 ]; then
+        print_stage "20 steps at R = $1" 90 "${command[@]}" --out "$out/run"
+        return
+    fi
     [ "$limit" -lt 20 ] && { echo "== 20 steps at R = $1: no time left" && return; }
     out=$(mktemp -d)
     echo "== 20 steps at R = $1 (at most $limit s)"
-    timeout --kill-after=10 "$limit" "$python" -m deeploop.cli train "gpt2-small-r$1-deeploop" \
-        --data.tokenizer byte --steps 20 --train.compile --train.batch-size 16 \
-        --train.log-every 5 --train.eval-every 0 --train.save-every 0 \
-        --train.eval-tokens 1024 --out "$out/run" || failed=1
+    timeout --kill-after=10 "$limit" "${command[@]}" --out "$out/run" || failed=1
     rm -rf "$out"
 }
 
 if [ "${STEPS:-0}" = 1 ] && [ "$dry" != 1 ]; then
-    if "$python" -c 'import tyro, rich, safetensors' 2>/dev/null; then
+    if imports tyro rich safetensors; then
         for loops in 1 7; do steps "$loops"; done
     else
-        echo "== training steps: skipped, the trainer's packages are not there"
+        echo "== training steps: skipped, the trainer's packages do not import"
     fi
 fi
 exit $failed

@@ -1,0 +1,27 @@
+"""Every launch setting that the tuner tries computes the same."""
+
+import pytest
+
+from bench.kernels import candidates as c
+from bench.kernels import tune
+
+
+def few(configs):
+    """Return the default and one of each kind: more programs per SM change no result."""
+    kinds = {(x.rows, x.chunks > 1, x.splits, x.stages > 1): x for x in configs[1:]}
+    return [configs[0], *kinds.values()]
+
+
+@pytest.mark.parametrize("d", [1000, 3000])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("op", tune.DEFAULT_OPS)
+def test_same_results(op, direction, d):
+    case = c.Case(op, direction, 21, d, "fp32")
+    default = case.launch("cpu")
+    tensors = c.tensors_of(default)
+    expected = c.results(case, c.with_tensors(default, tensors))
+    assert expected
+    for config in few(c.configs(case)):
+        launch = c.with_tensors(case.launch("cpu", config), tensors)
+        for a, b in zip(c.results(case, launch), expected, strict=True):
+            assert tune.relative_error(a, b) < 1e-5, config

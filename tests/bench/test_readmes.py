@@ -1,0 +1,37 @@
+"""The commands in the bench's READMEs."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+READMES = [ROOT / "bench" / "README.md", ROOT / "bench" / "results" / "README.md"]
+CHEAP = (r"bench/results/\S+\.json", r"--list\b")  # run here; the others say what they need
+
+
+def commands() -> list[str]:
+    blocks = [re.findall(r"```bash\n(.*?)```", path.read_text(), re.S) for path in READMES]
+    return [line for found in blocks for block in found for line in block.splitlines()]
+
+
+@pytest.mark.parametrize("line", commands())
+def test_a_command_runs_or_says_what_it_needs(line):
+    words = shlex.split(line, comments=True)
+    for module in (words[i + 1] for i, word in enumerate(words) if word == "-m"):
+        assert find_spec(module), module
+    for word in words:
+        if re.match(r"(bench|tests)(/|$)", word):
+            assert (ROOT / word).exists(), word
+    if not any(re.search(pattern, line) for pattern in CHEAP):
+        assert "#" in line, f"{line}: a comment must say what it does or needs"
+        return
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHON": sys.executable}
+    words = [sys.executable if word == "python" else word for word in words]
+    result = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0 and result.stdout, result.stderr
