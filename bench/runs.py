@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from deeploop.cli import parse_train
+from deeploop.cli.train import parse_train
 from deeploop.eval.validate import bits_per_byte
 from deeploop.model.looplm import count_parameters
 from deeploop.train.setup import open_run

@@ -1,4 +1,4 @@
-"""deeploop diagnose: what it measures, what it writes, what it refuses."""
+"""deeploop diagnose: its figures, its files, the input that it refuses."""
 
 import dataclasses
 import hashlib
@@ -194,7 +194,7 @@ def test_a_narrow_terminal_cuts_no_figure(config, tmp_path):
     assert "\u2026" not in said and f"{r['update']['measured']:.1e}" in said
 
 
-def test_p_is_of_the_arms_that_have_one(config, quiet, tmp_path):
+def test_p_is_given_for_rules_with_an_exponent_alone(config, quiet, tmp_path):
     config = config.replace("model", residual="pre_norm").replace("train", out=str(tmp_path / "x"))
     (r,) = diagnose(config, [], quiet)
     assert r["gamma"] is not None and r["p"] is None
@@ -260,6 +260,6 @@ def test_it_is_in_float32_on_held_out_text(config):
     config = exact(config.replace("model", moe=MoEConfig(experts=4, top_k=2, d_expert=16)), corpus)
     assert config.train.precision == "fp32" and not config.train.compile
     peer = exact(config.replace("model.moe", backend="megablocks"), corpus)
-    assert peer.model.moe.backend == "loop"
+    assert peer.model.moe.backend == "reference"
     held_out = dataclasses.replace(corpus, train=None)
     assert draw_batch(held_out, config, 3, 1, 0).tokens.shape == (3, 16)

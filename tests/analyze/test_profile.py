@@ -118,7 +118,7 @@ def test_memory_is_what_the_step_is_counted_to_hold(config, quiet, tmp_path):
     buffers = sum(b.nbytes for b in trainer.model.buffers())
     steps = 4 * len(list(trainer.model.parameters()))  # AdamW counts them, one by weight
     assert base == 3 * weights + buffers + steps
-    counted = step_memory(trainer.config, "cpu", exact=True).memory(4).peak
+    counted = step_memory(trainer.config, "cpu", exact=True).at(4).peak
     assert max(held for _, held in curve) == pytest.approx(counted, rel=0.1)
     assert curve[-1][1] == pytest.approx(base, rel=0.05)  # gradients and activations are gone
 

@@ -6,7 +6,7 @@ import pytest
 
 from bench import loom_arms, papers
 from bench.runs import load, save
-from deeploop.cli import parse_train
+from deeploop.cli.train import parse_train
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 FLOOR = 4.7

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from deeploop.cli import main, parse_train
+from deeploop.cli import main
+from deeploop.cli.train import parse_train
 from deeploop.utils.errors import InputError
 
 TINY = [
@@ -145,7 +146,6 @@ def test_checkpoint_of_another_config(capsys, tmp_path, corpus_file):
     "flags",
     [
         ["--model.width", "3"],
-        ["--loops", "3"],
         ["--model.loops", "four"],
         ["--nope"],
         ["--model.residual", "x"],
