@@ -40,7 +40,7 @@ def parse_train(arguments: list[str]) -> TrainArguments:
     name, rest = first_word(arguments)
     base = named_preset(name)
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    early.add_argument("--resume", nargs="?")  # tyro refuses a missing value, with its own words
+    early.add_argument("--resume", nargs="?")  # tyro will refuse a missing value
     resume = early.parse_known_args(rest)[0].resume
     if resume is not None and name is None:
         from deeploop.runs.checkpoint import find

@@ -3,7 +3,7 @@
 Dynamo and AOTAutograd trace a branch and decide which tensors its backward needs saved, as they
 do for Inductor. Each half then runs operator by operator, so that `memory.LiveBytes` counts the
 saved tensors. Time is that of the fused graph: matrix products, attention and custom ops are
-kernels of their own; all other operators fuse, and move only the tensors that such a kernel made
+separate kernels; all other operators fuse, and move only the tensors that such a kernel made
 or takes, or that the graph returns. This is the lower bound of Inductor's choices: a tensor that
 two fused kernels read counts once.
 """
@@ -43,7 +43,7 @@ def backend(clock: Clock) -> Callable[..., Any]:
 
 
 def fused(graph: GraphModule) -> list[Work]:
-    """Return the passes of one graph: those of its own kernels, then one for all that fuses."""
+    """Return the passes of one graph: those that do not fuse, then one for all the others."""
     passes: list[Work] = []
     inputs: set[Node] = set()  # nodes that a fused kernel reads
     moved = 0
@@ -94,7 +94,7 @@ def source(node: Node) -> Node:
 def is_stored(node: Node) -> bool:
     """Return whether a fused node's result is written to memory.
 
-    It is where a kernel of its own takes it, or the graph returns it.
+    It is if a node that does not fuse takes it, or the graph returns it.
     """
     return any(
         user.op == "output" or has_own_kernel(user) or (is_view(user) and is_stored(user))

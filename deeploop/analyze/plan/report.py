@@ -82,6 +82,7 @@ def describe(e: Estimate) -> list[str]:
     t, m, device = e.config.train, e.config.model, e.target.device
     sequences = t.micro_batch or t.batch_size
     backprop = t.backprop if t.backprop == "full" else f"{t.backprop}, {t.backprop_loops} loops"
+    compiled = ", compiled" if t.compile else ""
     recompute = "" if t.recompute == "none" else f", each {t.recompute} run again"
     memory = " + ".join(f"{name} {in_bytes(b)}" for name, b in e.memory._asdict().items())
     device_seconds = sum(e.by_component.values())
@@ -91,7 +92,7 @@ def describe(e: Estimate) -> list[str]:
         f"model    {e.config.preset}: {e.parameters:,} parameters, "
         f"{in_flops(flops_per_token(e.config))} a token",
         f"step     {e.tokens:,} tokens: {t.batch_size} x {m.seq_len}, micro-batches of "
-        f"{sequences}, {t.precision}{', compiled' if t.compile else ''}; backprop {backprop}{recompute}",
+        f"{sequences}, {t.precision}{compiled}; backprop {backprop}{recompute}",
         f"memory   {in_bytes(e.memory.peak)} = {memory}",
         f"         {'fits' if e.fits else 'does not fit'} in {e.target.room / GIB:.1f} GiB; "
         f"largest micro-batch: {e.largest}",
