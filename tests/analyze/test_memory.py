@@ -137,7 +137,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_a_counted_step_is_what_a_real_one_allocates(run, tmp_path, corpus_file):
+def test_a_counted_step_has_the_bytes_that_a_real_one_allocates(run, tmp_path, corpus_file):
     """Within 2%; only the temporary memory of some operators is estimated."""
     name, model, train = RUNS[run]
     config = preset(name).replace("model", **{"loops": 4, "vocab_size": 256} | model)

@@ -86,8 +86,8 @@ def test_visits_add_up_to_the_ordinary_gradient(name, dtype, tolerance):
             for p, g in zip(group.params, zip(*visits, strict=True), strict=True)
         ]
     assert len(pairs) == len(list(model.parameters()))
-    for p, found in pairs:
-        assert (found - p.grad).norm() <= tolerance * p.grad.norm()
+    for p, grad in pairs:
+        assert (grad - p.grad).norm() <= tolerance * p.grad.norm()
 
 
 def test_copies_are_separate_leaves_on_the_models_storage():

@@ -91,7 +91,7 @@ MEASURED = [
 
 
 @pytest.mark.parametrize(("loops", "compiled", "rate", "gib"), MEASURED)
-def test_what_was_measured_on_an_h200(loops, compiled, rate, gib):
+def test_predictions_are_near_those_measured_on_an_h200(loops, compiled, rate, gib):
     """Memory within 5%. Speed is fitted to what six loops more take, not to the totals."""
     config = preset(f"gpt2-small-r{loops}-deeploop")
     config = config.replace("train", batch_size=32, micro_batch=32, compile=compiled)
@@ -126,7 +126,7 @@ def test_the_papers_matrix_takes_its_hours_at_its_mfu():
     assert saved == pytest.approx(PAPER_HOURS * (1 - 0.29 / 0.5), rel=0.15)
 
 
-def test_a_host_that_cannot_keep_ahead_sets_the_pace():
+def test_slow_launches_set_the_step_time():
     e = estimate(preset("deeploop-tiny"), H200)
     assert e.seconds == e.host > sum(e.by_component.values())
     slow = e._replace(by_component={"GEMM": 2 * e.host})
@@ -134,15 +134,15 @@ def test_a_host_that_cannot_keep_ahead_sets_the_pace():
 
 
 @pytest.mark.parametrize(
-    ("part", "values", "named"),
+    ("section", "values", "named"),
     [
         ("model.moe", {"backend": "reference"}, "model.moe.backend"),
         ("data", {"tokenizer": "mine/tokenizer.json"}, "model.vocab_size"),
     ],
 )
-def test_what_cannot_be_planned_is_refused_by_name(part, values, named):
+def test_runs_that_cannot_be_planned_are_refused_by_name(section, values, named):
     with pytest.raises(InputError, match=named):
-        resolve(preset("loom-tiny").replace(part, **values), "cuda")
+        resolve(preset("loom-tiny").replace(section, **values), "cuda")
 
 
 def planned(capsys, *arguments):
@@ -164,9 +164,9 @@ def test_plan_says_memory_time_and_hours(capsys):
 
 def test_plan_as_json(capsys):
     code, said, _ = planned(capsys, "--device", "a100", "--json")
-    found = json.loads(said)
-    assert code == 0 and found["device"] == "A100 SXM 80 GB" and found["parameters"] == 935_808
-    memory = found["memory"]
+    e = json.loads(said)
+    assert code == 0 and e["device"] == "A100 SXM 80 GB" and e["parameters"] == 935_808
+    memory = e["memory"]
     assert memory["peak"] == pytest.approx(sum(memory[name] for name in PeakBytes._fields))
 
 
@@ -200,13 +200,15 @@ def test_units_follow_the_size(capsys):
 
 
 @pytest.mark.parametrize("device", ["h200", "b200"])
-def test_the_papers_hours_stand_beside_its_own_runs_alone(device):
+def test_the_papers_hours_are_printed_for_its_own_runs_alone(device):
     target = target_of(device)
     configs = [resolve(c, "cuda") for c in matrix()]
-    found = [Estimate(c, target, 0, PeakBytes(0, 0, 0, 0), {"GEMM": 1.0}, 0.0, 1) for c in configs]
-    said = "\n".join(matrix_sum(found))
+    estimates = [
+        Estimate(c, target, 0, PeakBytes(0, 0, 0, 0), {"GEMM": 1.0}, 0.0, 1) for c in configs
+    ]
+    said = "\n".join(matrix_sum(estimates))
     assert "3,700  as the paper reports" in said and "the paper's hours are 34%" in said
-    halved = [e._replace(config=e.config.replace("train", steps=100)) for e in found]
+    halved = [e._replace(config=e.config.replace("train", steps=100)) for e in estimates]
     assert len(matrix_sum(halved)) == 2
 
 

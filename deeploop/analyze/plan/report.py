@@ -46,7 +46,7 @@ def show_many(configs: list[Config], device: str, json_wanted: bool, total: bool
                 estimates.append(e)
                 if not json_wanted:
                     print(row(e), flush=True)
-        except BaseException:  # such as a reader that has left: start no other
+        except BaseException:  # such as a closed pipe: start no further estimates
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     if json_wanted:
