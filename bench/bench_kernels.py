@@ -51,7 +51,7 @@ from bench.timing import (
     peak_of,
     relative_error,
 )
-from deeploop.kernels import reference
+from deeploop.kernels import reference, registry
 from deeploop.utils.device import pick_device
 
 DEVICE = pick_device("auto")
@@ -69,10 +69,6 @@ CHOSEN = os.environ.get("DEEPLOOP_BENCH_OPS", "").split()
 COMPILING = Budget(float(os.environ.get("DEEPLOOP_BENCH_COMPILE_SECONDS", "60")))
 # |error| / |value| against float64: a few units of rounding, more for sums of many rows.
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
-# Whose kernels an op runs, where it is not its own.
-FUSED = dict.fromkeys(
-    ("looping_update", "looping_update_two", "pre_norm", "inject"), "linear_update"
-)
 # What an unfused path would launch: if any of it is there, the fused one did not run.
 UNFUSED = ("rms_norm", "RowwiseMoments", "layer_norm", "vectorized_elementwise")
 # What PyTorch's own operators run, so that a call's bytes can be counted as it runs.
@@ -218,7 +214,7 @@ def assert_fused(op: Op, runner: Runner, direction: str) -> None:
     """Ours launched its own kernel, and nothing of the chain it replaces."""
     run = runner.forward if direction == "forward" else runner.backward
     names = [name for name, _ in kernel_times(run)]
-    ours = f"{FUSED.get(op.name, op.name)}_{direction}"
+    ours = f"{registry.OPS[op.name].operator}_{direction}"
     if not any(ours in name for name in names):
         stop(f"no {ours} kernel in {names}")
     # Filling memory with zeros is no part of a chain.

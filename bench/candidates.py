@@ -6,14 +6,13 @@ Nothing here needs a GPU.
 from __future__ import annotations
 
 import functools
-import importlib
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from deeploop.kernels import rows
-from deeploop.kernels.rows import Config, Launch, Plan
+from deeploop.kernels import _launch, registry
+from deeploop.kernels._launch import Launch, LaunchConfig, TilePlan
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # What an H100 or H200 has on each SM: registers, bytes of shared memory, warps.
@@ -29,17 +28,10 @@ class Tuned(NamedTuple):
     """An op whose launches can be tuned: its name in aot_launches, and which column it has."""
 
     title: str
-    column: str  # of rows._BACKWARD: the number of gains; the combine stands beside it
+    column: str  # of _launch._BACKWARD: the number of gains; the combine stands beside it
 
 
-OPS = {
-    "post_sandwich": Tuned("post_sandwich", "two gains"),
-    "pre_norm": Tuned("pre_norm", "one gain"),
-    "branch_sandwich": Tuned("branch_sandwich", "two gains"),
-    "looping_update": Tuned("looping_update", "two gains"),
-    "expert_combine": Tuned("combine", "combine"),
-    "inject": Tuned("inject", "one gain"),
-}
+OPS = {op.name: Tuned(op.title or op.name, op.tuned) for op in registry.OPS.values() if op.tuned}
 
 
 class Case(NamedTuple):
@@ -54,12 +46,12 @@ class Case(NamedTuple):
     def __str__(self) -> str:
         return f"{self.op} {self.direction} {self.n_rows} x {self.d} {self.dtype}"
 
-    def launch(self, device: str, config: Config | None = None, n_rows: int = 0) -> Launch:
+    def launch(self, device: str, config: LaunchConfig | None = None, n_rows: int = 0) -> Launch:
         """As the op makes it, or with another config; its tensors are not filled."""
         x = torch.empty(n_rows or self.n_rows, self.d, dtype=DTYPES[self.dtype], device=device)
         w = torch.empty(self.d, device=device)
-        module = importlib.import_module(f"deeploop.kernels.{self.op}")
-        return module.aot_launches(x, w, config)[f"{OPS[self.op].title} {self.direction}"]
+        launches = registry.OPS[self.op].launches(x, w, config)
+        return launches[f"{OPS[self.op].title} {self.direction}"]
 
 
 # ---------------------------------------------------------------------------
@@ -67,15 +59,15 @@ class Case(NamedTuple):
 
 
 def power(d: int) -> int:
-    """The key of the tables in kernels/rows.py."""
+    """The key of the tables in kernels/_launch.py."""
     return max(1024, 1 << (d - 1).bit_length())
 
 
-def plan_of(config: Config, d: int) -> Plan:
+def plan_of(config: LaunchConfig, d: int) -> TilePlan:
     """The plan a backward config comes from."""
     splits = 0 if config.chunks == 1 else config.splits
     times = 1 if splits else max(1, config.rows * config.block // power(d))
-    return Plan(config.warps, config.per_sm, splits, config.stages, times)
+    return TilePlan(config.warps, config.per_sm, splits, config.stages, times)
 
 
 def _programs(warps: int) -> list[int]:
@@ -83,11 +75,11 @@ def _programs(warps: int) -> list[int]:
     return sorted({max(1, total // warps) for total in (8, 12, 16, 24, 32)})
 
 
-def _held(d: int) -> list[Plan]:
+def _held(d: int) -> list[TilePlan]:
     """Whole rows, 8 to 32 values a thread; two stages would wait as one does."""
     shapes = [(1, 8), (1, 16), (1, 32), (2, 8), (2, 16)]
     return [
-        Plan(warps, per_sm, 0, stages, times)
+        TilePlan(warps, per_sm, 0, stages, times)
         for times, values in shapes
         if 1 <= (warps := times * power(d) // (32 * values)) <= 32
         for per_sm in _programs(warps)
@@ -95,12 +87,12 @@ def _held(d: int) -> list[Plan]:
     ]
 
 
-def _wide(d: int) -> list[Plan]:
+def _wide(d: int) -> list[TilePlan]:
     """Rows in chunks, where there is more than one."""
     if d <= 2048:
         return []
     return [
-        Plan(warps, per_sm, splits, stages)
+        TilePlan(warps, per_sm, splits, stages)
         for warps in (4, 8, 16)
         for per_sm in _programs(warps)
         for splits in (1, 2)
@@ -108,23 +100,23 @@ def _wide(d: int) -> list[Plan]:
     ]
 
 
-def backward_configs(case: Case, default: Config) -> list[Config]:
+def backward_configs(case: Case, default: LaunchConfig) -> list[LaunchConfig]:
     """The default first; no two alike."""
     itemsize = DTYPES[case.dtype].itemsize
     held, wide = _held(case.d), _wide(case.d)
     if case.op == "expert_combine":  # its wide kernel has no stages; 16 warps of it spill
         wide = [plan for plan in wide if plan.stages == 1]
-    configs = [rows.planned(case.d, itemsize, plan) for plan in held]
-    chunked = (rows.planned(case.d, itemsize, plan) for plan in wide)
+    configs = [_launch.planned(case.d, itemsize, plan) for plan in held]
+    chunked = (_launch.planned(case.d, itemsize, plan) for plan in wide)
     configs += [config for config in chunked if config.chunks > config.splits]
     return list(dict.fromkeys([default, *configs]))
 
 
-def forward_configs(case: Case, default: Config) -> list[Config]:
+def forward_configs(case: Case, default: LaunchConfig) -> list[LaunchConfig]:
     """The default first; whole rows, 8 to 32 values a thread."""
     block = 1 << (case.d - 1).bit_length()
     configs = [
-        Config(block, n_rows, warps)
+        LaunchConfig(block, n_rows, warps)
         for n_rows in (1, 2, 4, 8, 16)
         for values in (8, 16, 32)
         if 1 <= (warps := n_rows * block // (32 * values)) <= 16
@@ -132,13 +124,13 @@ def forward_configs(case: Case, default: Config) -> list[Config]:
     return list(dict.fromkeys([default, *configs]))
 
 
-def configs(case: Case) -> list[Config]:
+def configs(case: Case) -> list[LaunchConfig]:
     """All to be timed, the default first."""
     default = case.launch("meta").config
     return (forward_configs if case.direction == "forward" else backward_configs)(case, default)
 
 
-def fits(config: Config, registers: int, shared: int) -> bool:
+def fits(config: LaunchConfig, registers: int, shared: int) -> bool:
     """Whether all programs of an SM that config asks for are there at the same time."""
     registers = -(-registers // 8) * 8 * 32 * config.warps
     per_sm = max(1, config.per_sm)
@@ -216,9 +208,9 @@ def bytes_of(launch: Launch) -> int:
 
 @functools.cache
 def table() -> dict[str, dict[int, Any]]:
-    """The tables of kernels/rows.py as they are, by column."""
+    """The tables of kernels/_launch.py as they are, by column."""
     backward = {
-        column: {block: plans[i] for block, plans in rows._BACKWARD.items()}
+        column: {block: plans[i] for block, plans in _launch._BACKWARD.items()}
         for i, column in enumerate(("one gain", "two gains"))
     }
-    return backward | {"forward": dict(rows._FORWARD)}
+    return backward | {"forward": dict(_launch._FORWARD)}

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bench.ops import OPS, Op
 from deeploop import kernels
-from deeploop.kernels import rows
+from deeploop.kernels import _launch
 from deeploop.utils.device import device_name, pick_device
 
 # Odd widths and the last row block half empty; every kind of launch once.
@@ -35,7 +35,7 @@ LARGE = [(4099, 768), (2051, 4096), (517, 16384)]
 
 
 def environment(device: torch.device) -> None:
-    triton = rows.triton.__version__ if rows.triton else "none"
+    triton = _launch.triton.__version__ if _launch.triton else "none"
     parts = [
         device_name(device),
         f"torch {torch.__version__}",

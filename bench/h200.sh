@@ -118,8 +118,7 @@ speed() { # what, part, bench file, pytest's -k, seconds at most, seconds of a c
     [ -s "$json" ] || rm -f "$json"
 }
 
-ops="post_sandwich pre_norm branch_sandwich looping_update expert_combine sigmoid_router"
-ops="$ops looping_update_two inject" suites="step loom moe optimizer decode"
+ops=$("$python" -m deeploop.kernels.registry) suites="step loom moe optimizer decode"
 main=65536x768
 [ "$dry" = 1 ] && main=1024x768 ops=post_sandwich suites=optimizer # the CPU has this shape alone
 ops=${OPS-$ops} suites=${SUITES-$suites}

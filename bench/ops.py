@@ -30,7 +30,7 @@ from torch import Tensor
 
 from bench.counting import interpreting
 from deeploop import kernels
-from deeploop.kernels import reference
+from deeploop.kernels import reference, registry
 
 EPS = 1e-6
 Norm = Callable[[Tensor, Tensor], Tensor]
@@ -40,15 +40,18 @@ Shape = tuple[str, ...]
 ROWS, GAIN, EXPERTS, BIAS = ("T", "d"), ("d",), ("E", "d"), ("E",)
 ROUTED, SLOTS, WEIGHTS = ("S", "d"), ("T", "k"), ("T", "k")
 N_EXPERTS, TOP_K = 32, 4  # E and k; S = T * k rows come from the experts
+# Shapes by argument name; gains are named w_....
+SHAPES = {
+    **dict.fromkeys(("h", "f", "x", "local", "glob", "shared"), ROWS),
+    "w": EXPERTS, "bias": BIAS, "routed": ROUTED, "slots": SLOTS, "weights": WEIGHTS,
+}  # fmt: skip
 
 
 class Op(NamedTuple):
     """One op; `eager` and `fused_add` take the inputs in order and the factors by name."""
 
     name: str
-    inputs: dict[str, Shape]
     factors: dict[str, Any]
-    floor: tuple[float, float]
     # What a compiler moves that fuses all elementwise work into one pass per norm
     # and sums a gain's gradient in the same pass, but makes two norms two kernels.
     compiled: tuple[float, float] | None
@@ -56,6 +59,16 @@ class Op(NamedTuple):
     fused_add: Callable[..., tuple[Tensor, ...]] | None = None  # and Liger's add + norm
     normed: bool = True  # whether a norm is part of it
     plain: Callable[..., tuple[Tensor, ...]] | None = None  # naive, if not the reference
+
+    @property
+    def inputs(self) -> dict[str, Shape]:
+        """Shapes of the input tensors by name, in order."""
+        return {name: SHAPES.get(name, GAIN) for name in registry.OPS[self.name].arguments}
+
+    @property
+    def floor(self) -> tuple[int, int]:
+        """Fewest passes over [rows, d], forward and backward."""
+        return registry.OPS[self.name].floor(TOP_K)
 
     def run(self, fn: Callable[..., Any], inputs: list[Tensor]) -> tuple[Tensor, ...]:
         """fn, with the signature of deeploop.kernels, on the inputs."""
@@ -188,42 +201,19 @@ def _plain_combine(h, routed, slots, weights, shared, w_branch, w_next, *, scale
     return h, n.to(routed.dtype)
 
 
-_COMBINE = {
-    "h": ROWS, "routed": ROUTED, "slots": SLOTS, "weights": WEIGHTS, "shared": ROWS,
-    "w_branch": GAIN, "w_next": GAIN,
-}  # fmt: skip
-_SANDWICH = {"h": ROWS, "f": ROWS, "w_out": GAIN, "w_next": GAIN}
-_BRANCH = {"h": ROWS, "f": ROWS, "w_branch": GAIN, "w_next": GAIN}
-_LOOPING = {"h": ROWS, "f": ROWS, "local": ROWS, "glob": ROWS, "w_next": GAIN}
 _READS = {"scale": 0.5, "decay": 0.9, "read_local": 0.7, "read_global": 0.3}
 
 # scale = 1 where a peer has no factor: it is met at its best.
 OPS = [
-    Op("post_sandwich", _SANDWICH, {"alpha": 2.5}, (4, 6), (5, 9), _post_sandwich),
-    Op(
-        "pre_norm", {"h": ROWS, "f": ROWS, "w_next": GAIN}, {"scale": 1.0},
-        (4, 5), (4, 5), _pre_norm, _pre_norm_fused,
-    ),
-    Op(
-        "branch_sandwich", _BRANCH, {"scale": 1.0},
-        (4, 6), (5, 7), _branch_sandwich, _branch_sandwich_fused,
-    ),
-    Op("looping_update", _LOOPING, _READS, (7, 8), (7, 8), _looping),
-    Op("looping_update_two", _LOOPING, _READS, (8, 9), (8, 9), _looping_two),
-    Op(
-        "inject", {"h": ROWS, "x": ROWS, "w_next": GAIN}, {"keep": 0.7, "add": 0.3},
-        (4, 5), (4, 5), _inject,
-    ),
-    Op(
-        "sigmoid_router", {"x": ROWS, "w": EXPERTS, "bias": BIAS}, {"top_k": TOP_K},
-        (1, 2), None, _router, normed=False, plain=_plain_router,
-    ),
-    Op(
-        "expert_combine", _COMBINE, {"scale": 1.0},
-        (TOP_K + 4, 2 * TOP_K + 6), None, _combine, _combine_fused, plain=_plain_combine,
-    ),
-]  # fmt: skip
-OPS = [op for op in OPS if op.name in kernels.__all__]
+    Op("post_sandwich", {"alpha": 2.5}, (5, 9), _post_sandwich),
+    Op("pre_norm", {"scale": 1.0}, (4, 5), _pre_norm, _pre_norm_fused),
+    Op("branch_sandwich", {"scale": 1.0}, (5, 7), _branch_sandwich, _branch_sandwich_fused),
+    Op("looping_update", _READS, (7, 8), _looping),
+    Op("looping_update_two", _READS, (8, 9), _looping_two),
+    Op("inject", {"keep": 0.7, "add": 0.3}, (4, 5), _inject),
+    Op("sigmoid_router", {"top_k": TOP_K}, None, _router, normed=False, plain=_plain_router),
+    Op("expert_combine", {"scale": 1.0}, None, _combine, _combine_fused, plain=_plain_combine),
+]
 
 
 # ---------------------------------------------------------------------------

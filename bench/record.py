@@ -30,7 +30,7 @@ from torch import Tensor
 
 from bench.counting import count
 from bench.timing import copy_bandwidth, kernel_times, matmul_ceiling, measured, peak_of
-from deeploop.kernels import rows
+from deeploop.kernels import _launch
 from deeploop.utils import versions
 from deeploop.utils.device import device_name
 
@@ -55,7 +55,7 @@ class Machine:
             "processor": processor(),
             "path": "triton" if device.type == "cuda" else "torch",
             "torch": torch.__version__,
-            "triton": rows.triton.__version__ if rows.triton else None,
+            "triton": _launch.triton.__version__ if _launch.triton else None,
             "python": platform.python_version(),
             "commit": commit(),
         }

@@ -3,7 +3,7 @@
     python -m bench.tune [--op post_sandwich ...] [--direction backward] [--d 768 4096]
                          [--rows 32768] [--dtype bf16] [--seconds 200] [--out tune.json]
 
-kernels/rows.py keeps one table of settings, fixed on purpose; this finds what
+kernels/_launch.py keeps one table of settings, fixed on purpose; this finds what
 belongs in it. For each op, direction and width: every candidate is compiled (in
 processes of their own, ahead of the timing; what spills or does not fit an SM is
 left out), its results are compared with the default's, and it is timed as a CUDA
@@ -11,7 +11,7 @@ graph with L2 flushed, candidates taking turns; the best few once more, longer. 
 backward is timed with the sums over its partial gradients, as the op runs it.
 
 Prints the best few of each case with their share of the copy bandwidth, writes
-all of it to --out after each case, and ends with a table for kernels/rows.py: per
+all of it to --out after each case, and ends with a table for kernels/_launch.py: per
 width and number of gains the setting with the best geometric mean over the ops.
 Nothing begins after --seconds; what there is by then is printed. Exit code 3:
 there is no GPU.
@@ -38,7 +38,7 @@ from bench import candidates as c
 from bench.candidates import Case
 from bench.timing import copy_bandwidth, graphed, interleaved_on_device, relative_error
 from deeploop.kernels import aot
-from deeploop.kernels.rows import Config
+from deeploop.kernels._launch import LaunchConfig
 
 Record = dict[str, Any]
 DEVICE = "cuda"
@@ -51,7 +51,7 @@ DEFAULT_OPS = [name for name in c.OPS if name != "inject"]  # its launches are t
 # Compiling
 
 
-def compile_one(case: Case, config: Config) -> Record:
+def compile_one(case: Case, config: LaunchConfig) -> Record:
     """Compile as a launch would, into Triton's cache on disk; what the code needs."""
     launch = case.launch(DEVICE, config, n_rows=256)
     try:
@@ -68,9 +68,9 @@ def compile_one(case: Case, config: Config) -> Record:
 
 def start_compiling(
     pool: ProcessPoolExecutor, cases: list[Case]
-) -> dict[Case, dict[Config, Future]]:
+) -> dict[Case, dict[LaunchConfig, Future]]:
     """One task for each kernel, in the order of timing; configs alike share it."""
-    found: dict[Case, dict[Config, Future]] = {}
+    found: dict[Case, dict[LaunchConfig, Future]] = {}
     for case in cases:
         tasks: dict[Any, Future] = {}
         found[case] = {}
@@ -84,10 +84,10 @@ def start_compiling(
 
 
 def compiled(
-    case: Case, tasks: dict[Config, Future], deadline: float
-) -> tuple[dict[Config, Record], dict[str, str]]:
+    case: Case, tasks: dict[LaunchConfig, Future], deadline: float
+) -> tuple[dict[LaunchConfig, Record], dict[str, str]]:
     """The configs worth timing with what they need, and why the others are left out."""
-    there: dict[Config, Record] = {}
+    there: dict[LaunchConfig, Record] = {}
     skipped: dict[str, str] = {}
     for i, config in enumerate(c.configs(case)):
         needs = tasks[config].result(timeout=max(0.1, deadline - time.monotonic()))
@@ -108,8 +108,8 @@ def compiled(
 
 
 def replays(
-    case: Case, there: dict[Config, Record], skipped: dict[str, str]
-) -> tuple[dict[Config, Any], int]:
+    case: Case, there: dict[LaunchConfig, Record], skipped: dict[str, str]
+) -> tuple[dict[LaunchConfig, Any], int]:
     """A graph of every config that agrees with the default; and the bytes it moves."""
     first = next(iter(there))
     default = case.launch(DEVICE, first)
@@ -133,7 +133,9 @@ def replays(
     return found, c.bytes_of(c.with_tensors(default, tensors))
 
 
-def time_case(case: Case, there: dict[Config, Record], skipped: dict[str, str]) -> list[Record]:
+def time_case(
+    case: Case, there: dict[LaunchConfig, Record], skipped: dict[str, str]
+) -> list[Record]:
     """Every config's median; the best few and the default measured again, longer."""
     runs, n_bytes = replays(case, there, skipped)
     seconds = {k: statistics.median(v) for k, v in interleaved_on_device(runs, rounds=7).items()}
@@ -158,7 +160,7 @@ def setting(case: Case, config: dict[str, int]) -> Any:
     """The config as the table has it."""
     if case.direction == "forward":
         return config["rows"], config["warps"]
-    return c.plan_of(Config(**config), case.d)
+    return c.plan_of(LaunchConfig(**config), case.d)
 
 
 def summary(record: Record) -> str:
@@ -201,13 +203,13 @@ def best_by_column(records: list[Record]) -> dict[tuple[str, int], tuple[Any, fl
 
 
 def paste(records: list[Record]) -> str:
-    """Rows for the tables of kernels/rows.py; what was not timed stays as it is."""
+    """Rows for the tables of kernels/_launch.py; what was not timed stays as it is."""
     best = best_by_column(records)
 
     def entry(column: str, block: int) -> str:
         chosen = best[column, block][0] if (column, block) in best else c.table()[column][block]
         values = [str(value) for value in chosen]
-        return f"Plan({', '.join(values)})" if column != "forward" else f"({', '.join(values)})"
+        return f"TilePlan({', '.join(values)})" if column != "forward" else f"({', '.join(values)})"
 
     lines = ["_BACKWARD = {"]
     for block in c.table()["one gain"]:

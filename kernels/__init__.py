@@ -1,9 +1,11 @@
 """Fused residual updates for looped Transformers, each forward and backward.
 
 Every op runs on CPU (closed form in PyTorch) and on CUDA (Triton) under the same
-name; `reference` is the specification in plain PyTorch.
+name; `reference` is the specification in plain PyTorch, `modules` has each op as an
+nn.Module, `registry` is the table of all ops.
 """
 
+from . import modules as modules
 from .branch_sandwich import branch_sandwich
 from .expert_combine import expert_combine
 from .inject import inject

@@ -1,12 +1,12 @@
-"""Compile every kernel for a GPU that is not there, and read the machine code.
+"""Compile every kernel for a GPU, which need not be present, and check the machine code.
 
     python -m deeploop.kernels.aot [--arch 90] [--d 768 4096] [--dtype bf16] [--op pre_norm]
 
-For each launch the ops make, as they make it: registers, spills, atomics and the
-share of global bytes moved in 128-bit accesses, from the cubin (ptxas and
-cuobjdump come with Triton). Exit code 1 if a kernel spills, uses an atomic, asks for
-more shared memory than a program may have, or moves less than 90% of its bytes in
-128-bit accesses at a d divisible by 8. One process per CPU.
+Prints, for each launch of each op, registers, spills, atomics and the share of global
+bytes moved in 128-bit accesses, from the cubin (ptxas and cuobjdump come with Triton).
+Exit code 1 if a kernel spills, uses an atomic, needs more shared memory than a program
+may have, or moves less than 90% of its bytes in 128-bit accesses at a d divisible by 8.
+Runs one process per CPU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import collections
 import functools
-import importlib
 import multiprocessing
 import os
 import re
@@ -27,15 +26,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import rows
+from . import _launch, registry
 
-# The submodules, not the functions of the same names; inject has the launches of pre_norm.
-NAMES = (
-    "post_sandwich", "pre_norm", "branch_sandwich", "looping_update", "sigmoid_router",
-    "expert_combine",
-)  # fmt: skip
-OPS = {name: importlib.import_module(f"{__package__}.{name}") for name in NAMES}
-# One for each key of the tables in rows, and widths between two keys, which spill first.
+OPS = {name: op for name, op in registry.OPS.items() if op.compiled}
+# One for each key of the launch tables, and widths between two keys, which spill first.
 WIDTHS = (768, 2048, 4096, 6144, 12288, 16384)
 # The router reads its rows in tiles: their width changes little.
 FEW = {"sigmoid_router": (768, 4096)}
@@ -46,12 +40,12 @@ ATOMICS = ("ATOM", "ATOMG", "ATOMS", "RED", "REDG", "REDAS")
 # Bytes of shared memory a program may have.
 SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 VECTOR_SHARE = 0.9
-# Slots, weights and indices are numbers per token, not rows: they are no 128-bit accesses.
+# Slots, weights and indices are numbers per token, not rows, and not read in 128 bits.
 VECTOR_SHARES = {"sigmoid_router": 0.35, "expert_combine": 0.75}
 
 
 class Report(NamedTuple):
-    """What the machine code of one launch says."""
+    """Counts from the machine code of one launch."""
 
     registers: int
     stack: int  # bytes
@@ -64,26 +58,26 @@ class Report(NamedTuple):
     shared: int = 0  # bytes of shared memory
 
     def failures(self, d: int, arch: int, share: float = VECTOR_SHARE) -> list[str]:
-        """What the gate refuses, in words."""
-        found = []
+        """Reasons why the gate refuses the launch; empty if it passes."""
+        reasons = []
         if self.spills or self.stack:
-            found.append(f"{self.spills} spills, {self.stack} bytes of stack")
+            reasons.append(f"{self.spills} spills, {self.stack} bytes of stack")
         if self.atomics:
-            found.append(f"{self.atomics} atomics")
+            reasons.append(f"{self.atomics} atomics")
         if self.shared > SHARED.get(arch, min(SHARED.values())):
-            found.append(f"{self.shared} bytes of shared memory")
+            reasons.append(f"{self.shared} bytes of shared memory")
         if d % 8 == 0 and self.vector_share < share:
-            found.append(f"only {self.vector_share:.0%} of global bytes in 128-bit accesses")
-        return found
+            reasons.append(f"only {self.vector_share:.0%} of global bytes in 128-bit accesses")
+        return reasons
 
 
 def least_share(op: str) -> float:
-    """The share of 128-bit accesses that the gate asks of the launches of one op."""
+    """Least share of bytes in 128-bit accesses that the gate accepts for one op."""
     return VECTOR_SHARES.get(op, VECTOR_SHARE)
 
 
-def compile_launch(launch: rows.Launch, arch: int) -> Any:
-    """A launch compiled for compute capability arch (90 is an H100 or H200)."""
+def compile_launch(launch: _launch.Launch, arch: int) -> Any:
+    """Compile a launch for compute capability arch (90 is an H100 or H200)."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -111,7 +105,7 @@ def compile_launch(launch: rows.Launch, arch: int) -> Any:
 
 
 def read(kernel: Any) -> Report:
-    """Count what matters in the machine code of a compiled kernel."""
+    """Count registers, spills, atomics and accesses in a compiled kernel's machine code."""
     return _read_cubin(kernel.asm["cubin"])._replace(shared=kernel.metadata.shared)
 
 
@@ -163,14 +157,14 @@ class Task(NamedTuple):
     arch: int
     title: str  # only launches whose name holds this text
 
-    def launches(self) -> dict[str, rows.Launch]:
+    def launches(self) -> dict[str, _launch.Launch]:
         x = torch.empty(ROWS, self.d, dtype=DTYPES[self.dtype], device="meta")
-        found = OPS[self.op].aot_launches(x, torch.empty(self.d, device="meta"))
-        return {title: launch for title, launch in found.items() if self.title in title}
+        launches = OPS[self.op].launches(x, torch.empty(self.d, device="meta"))
+        return {title: launch for title, launch in launches.items() if self.title in title}
 
 
 def inspect(task: Task) -> list[tuple[str, int, Report]]:
-    """Name, warps and machine code of every launch."""
+    """Compile every launch of a task; returns its name, warps and report."""
     return [
         (title, launch.config.warps, read(compile_launch(launch, task.arch)))
         for title, launch in task.launches().items()
@@ -194,10 +188,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bf16", "fp32"])
     parser.add_argument("--op", default="", help="only launches whose name holds this text")
     options = parser.parse_args(argv)
-    if rows.triton is None or rows.interpreting():
+    if _launch.triton is None or _launch.interpreting():
         print("aot needs Triton, and TRITON_INTERPRET unset", file=sys.stderr)
         return 2
-    print(f"triton {rows.triton.__version__}, sm_{options.arch}, float32 gains")
+    print(f"triton {_launch.triton.__version__}, sm_{options.arch}, float32 gains")
     print(
         f"{'launch':28}{'d':>6} {'dtype':6}{'warps':>6}{'regs':>6}{'spills':>7}{'stack':>6}"
         f"{'shared':>7}{'atomics':>8}{'128-bit':>8}{'loads':>6}{'stores':>7}{'instr':>6}"

@@ -1,16 +1,15 @@
-"""inject: a weighted sum of the stream and an input, and the next visit's norm, in one pass.
+"""inject: a weighted sum of the stream and an input, and the next sublayer's norm, in one pass.
 
     h' = keep * h + add * x
     n  = RMSNorm(h') * w_next
 
-keep = 1 - g_t, add = g_t is LOOM's re-injection of the embedding at the start of
-loop t; keep = add = 1 is HRM's input addition. Forward, backward, dtypes and
-kernels are those of linear_update, with no memories, a = keep and c = add.
+Forward, backward, dtypes and kernels are those of linear_update, without memories,
+with a = keep and c = add.
 
-Bytes, in passes over [rows, d] (beside O(rows) statistics and O(d) gains):
-forward 4 (reads h, x; writes h', n), backward 5 (reads dh', dn, h'; writes dh,
-dx); without the norm 3 and 3, with nothing saved. Speed on a GPU: not yet
-measured.
+Bytes, in passes over [rows, d] (plus O(rows) statistics and O(d) gains):
+forward 4 (reads h, x; writes h', n), backward 5 (reads dh', dn, h'; writes dh, dx).
+Saved for backward: h', w_next and one number per row; without the norm nothing, and
+the passes are 3 and 3. Speed on a GPU: not yet measured.
 
 Source: arXiv 2610.01153 (LOOM); arXiv 2506.21734 (HRM).
 """
@@ -19,9 +18,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from . import linear_kernels, rows
-from .linear_kernels import Coefficients
+from ._checks import check_gains, check_norm, check_rows, check_untraced
+from ._launch import Launch, LaunchConfig
+from ._op import Normed
 from .linear_update import linear_update
+from .triton import linear_update as triton_code
+from .triton.linear_update import Coefficients
 
 
 def inject(
@@ -33,19 +35,40 @@ def inject(
     eps: float = 1e-6,
     *,
     norm: bool = True,
-) -> tuple[Tensor, rows.Normed]:
-    """h' = keep * h + add * x ; n = RMSNorm(h') * w_next, or None where norm is off."""
-    rows.check_rows("inject", h=h, x=x)
-    rows.check_gains("inject", h, w_next=w_next)
-    rows.check_norm("inject", norm, w_next)
-    rows.check_untraced("inject", eps, keep=keep, add=add)
+) -> tuple[Tensor, Normed]:
+    """Mix an input into the stream and norm the sum for the next sublayer.
+
+    h' = keep * h + add * x,  n = RMSNorm(h') * w_next.
+
+    Args:
+        h: residual stream, [..., d], a float dtype.
+        x: input to mix in (the embedding), like h; may have another float dtype.
+        w_next: gain of the next sublayer's norm, [d], or None for ones.
+        keep: factor of h; a run-time number, no new value recompiles.
+        add: factor of x, likewise.
+        eps: added to the mean square under the root.
+        norm: False leaves the norm out; w_next must then be None.
+
+    Returns:
+        h', shape and dtype of h, and n, shape of h and dtype of x (None if norm is False).
+
+    Raises:
+        InputError: if shapes, dtypes or devices disagree, or a number is not finite.
+
+    Source: LOOM (arXiv 2610.01153), which re-injects the embedding at the start of loop t
+    with keep = 1 - g_t and add = g_t; HRM (arXiv 2506.21734) adds its input, keep = add = 1.
+    """
+    check_rows("inject", h=h, x=x)
+    check_gains("inject", h, w_next=w_next)
+    check_norm("inject", norm, w_next)
+    check_untraced("inject", eps, keep=keep, add=add)
     k = Coefficients(a=keep, c=add)
     h_new, _, _, n = linear_update(h, x, None, None, w_next, k, eps, norm)
     return h_new, n
 
 
 def aot_launches(
-    x: Tensor, w: Tensor | None, config: rows.Config | None = None
-) -> dict[str, rows.Launch]:
-    """Every launch on rows like x and gains like w (meta tensors), by name."""
-    return linear_kernels.aot_launches("inject", x, w, config=config)
+    x: Tensor, w: Tensor | None, config: LaunchConfig | None = None
+) -> dict[str, Launch]:
+    """Build every launch of the op, by name, on rows like x and gains like w (meta tensors)."""
+    return triton_code.aot_launches("inject", x, w, config=config)

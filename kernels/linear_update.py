@@ -1,6 +1,8 @@
-"""What `looping_update`, `pre_norm` and `inject` run on: a linear residual update and its norm.
+"""linear_update: a linear residual update and its norm, shared by three ops.
 
-Forward, per row of d values, with two memories L and G (either may be missing)
+`pre_norm`, `inject` and `looping_update` are this op with different coefficients.
+
+Forward, per row of d values, with two memories L and G (either may be None)
 and one gain per column w_next (None for all ones):
 
     L' = b * L + c * f
@@ -8,40 +10,41 @@ and one gain per column w_next (None for all ones):
     h' = a * h + u * L' + v * G'
     n  = h' * r * w_next          r = 1 / sqrt(mean(h'^2) + eps)
 
-Backward, from dh', dL', dG', dn (each may be missing), with y = h' * r:
+Backward, from dh', dL', dG', dn (each may be None), with y = h' * r:
 
     m  = mean(dn * w_next * y)
-    T  = dh' + r * (dn * w_next - y * m)             all that reaches h'
-    SG = dG' + v * T                                 ... G'
-    SL = dL' + u * T + q * SG                        ... L'
+    T  = dh' + r * (dn * w_next - y * m)             total gradient of h'
+    SG = dG' + v * T                                 total gradient of G'
+    SL = dL' + u * T + q * SG                        total gradient of L'
     dh = a * T       dL = b * SL       dG = g * SG       df = c * SL + e * SG
     dw_next = sum over rows of dn * y
 
-The map before the norm is linear, so nothing is saved but h' and r, and without
-a norm nothing at all. L' and G' enter h' unrounded.
+The map before the norm is linear, so only h', w_next and r are saved, and without a
+norm nothing. h' is computed from the unrounded L' and G'.
 
 Shapes: h, f, L, G [..., d]; w_next [d]. Dtypes: h' as h, n as f, L' and G' as
-asked, each gradient as its tensor; arithmetic float32 (float64 if any input is).
-The eight coefficients and eps are data: no new value recompiles anything.
+requested, each gradient as its tensor; arithmetic in float32 (float64 if any input
+is). The eight coefficients and eps are data: a new value recompiles nothing.
 
-A launch reads each input it is given once and writes each output it is asked for
-once, beside O(rows) statistics and O(d) gains; the ops count their passes. The
-gain's gradient is added up as in post_sandwich: float32 partial sums, no atomics.
-Up to d = 2048 the backward holds the row in registers; wider rows are read in
-chunks, and h' and dn a second time, out of L1 or L2. Above 8192 two programs share
-a row with memories. Speed on a GPU: not yet measured.
+A launch reads each given input once and writes each requested output once, plus
+O(rows) statistics and O(d) gains; each op's docstring counts its passes. The gradient
+of the gain is accumulated as in post_sandwich: float32 partial sums, no atomics. Up
+to d = 2048 the backward keeps the row in registers; wider rows are read in chunks,
+and h' and dn a second time, from L1 or L2. Above d = 8192 two programs share a row
+if there are memories. Speed on a GPU: not yet measured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import rows
-from .linear_kernels import Coefficients, backward_launch, forward_launch
+from . import _aten
+from ._launch import uses_triton
+from ._op import Saved, as_data, define, run
+from .triton.linear_update import Coefficients, backward_launch, forward_launch
 
 
 def linear_update(
@@ -57,8 +60,21 @@ def linear_update(
     local_dtype: torch.dtype | None = None,
     glob_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """h', L', G', n; L' and G' are written where a dtype is given for them."""
-    numbers = rows.numbers(*coefficients, eps)
+    """Update the stream and its memories by the formulas above; inputs are not checked.
+
+    Args:
+        h, f, local, glob: stream, branch and memories L and G, each [..., d]; a memory
+            may be None.
+        w_next: gain of the norm, [d], or None for ones.
+        coefficients: the letters of the formulas.
+        eps: added to the mean square under the root.
+        norm: False leaves the norm out.
+        local_dtype, glob_dtype: dtype of L' and G'; a memory is written only if given one.
+
+    Returns:
+        h', L', G' and n (None if norm is False); an empty tensor for a memory not written.
+    """
+    numbers = as_data(*coefficients, eps)
     h_new, local_new, glob_new, n, _ = _forward(
         h, f, local, glob, w_next, numbers, local_dtype, glob_dtype, norm
     )
@@ -70,36 +86,37 @@ def linear_update(
 
 
 def _combine(dtype: torch.dtype, *terms: tuple[float, Tensor | None]) -> Tensor | None:
-    """The sum of factor * tensor; None where every term is missing or 0.
+    """Sum factor * tensor over the terms; None if every tensor is None or every factor 0.
 
-    A new tensor, but for a single one with factor 1: that is handed back as it came.
+    The result is a new tensor, except for a single term with factor 1 in the right
+    dtype, which is returned itself.
     """
     total: Tensor | None = None
-    owned = False
+    is_new = False
     for factor, x in terms:
         if x is None or factor == 0:
             continue
         if total is None:
-            total, owned = (x.to(dtype), False) if factor == 1 else (x.to(dtype) * factor, True)
-        elif owned:
+            total, is_new = (x.to(dtype), False) if factor == 1 else (x.to(dtype) * factor, True)
+        elif is_new:
             total.add_(x, alpha=factor)
         else:
-            total, owned = torch.add(total, x, alpha=factor), True
+            total, is_new = torch.add(total, x, alpha=factor), True
     return total
 
 
 def _written(
-    found: Sequence[Tensor | None],
+    results: Sequence[Tensor | None],
     dtypes: Sequence[torch.dtype | None],
     given: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
-    """What was found in the dtypes asked for (None: not asked for), zeros for what is missing.
+    """Cast each result to its dtype; a dtype of None drops it, a result of None becomes zeros.
 
-    Shares no memory with what was given, nor one result with another.
+    The outputs share no memory with the tensors in `given` nor with one another.
     """
     like = next(x for x in given if x is not None)
     out: list[Tensor | None] = []
-    for x, dtype in zip(found, dtypes, strict=True):
+    for x, dtype in zip(results, dtypes, strict=True):
         if dtype is None:
             out.append(None)
         elif x is None:
@@ -121,10 +138,10 @@ def _forward_torch(
     glob_dtype: torch.dtype | None,
     norm: bool,
 ) -> tuple[Tensor | None, ...]:
-    dtype = rows.compute_dtype(h, f, local, glob, w_next)
+    dtype = _aten.compute_dtype(h, f, local, glob, w_next)
     local_new = glob_new = None
     plain = glob_dtype is None and k.e == k.q == 0
-    if plain and local_dtype is None:  # nothing but h' is written
+    if plain and local_dtype is None:  # only h' is written
         terms = ((k.a, h), (k.u * k.c, f), (k.u * k.b, local), (k.v * k.g, glob))
         h_new = _combine(dtype, *terms)
     elif plain:
@@ -137,7 +154,7 @@ def _forward_torch(
     h_new = torch.zeros_like(h, dtype=dtype) if h_new is None else h_new
     n = r = None
     if norm:
-        r = rows.rstd(h_new, eps)
+        r = _aten.rstd(h_new, eps)
         n = h_new * r
         n = (n if w_next is None else n.mul_(w_next)).to(f.dtype)
         r = r.view(-1)
@@ -155,138 +172,114 @@ def _backward_torch(
     dtypes: tuple[torch.dtype | None, ...],
     need_next: bool,
 ) -> list[Tensor | None]:
-    """dh, df, dL, dG and dw_next."""
+    """Compute dh, df, dL, dG and dw_next."""
     total, dlocal_new, dglob_new, dn = gradients
     wide = torch.float64 in dtypes
-    dtype = torch.float64 if wide else rows.compute_dtype(*gradients, w_next, r)
+    dtype = torch.float64 if wide else _aten.compute_dtype(*gradients, w_next, r)
     dw_next = None
     if dn is not None:
         assert h_new is not None and r is not None
         x, dn, r = h_new.to(dtype), dn.to(dtype), r[:, None]
         product = dn * x
         if need_next and w_next is not None:
-            dw_next = rows.column_sum(product, r, w_next.dtype)
-        mean = rows.row_sum(product, w_next) * (r / x.shape[-1])
+            dw_next = _aten.column_sum(product, r, w_next.dtype)
+        mean = _aten.row_sum(product, w_next) * (r / x.shape[-1])
         normed = dn * r if w_next is None else torch.mul(dn, w_next, out=product).mul_(r)
         normed.addcmul_(x, mean * (r * r), value=-1)
         total = normed if total is None else normed.add_(total)
     dglob = _combine(dtype, (1.0, dglob_new), (k.v, total)) if has_glob else None
     dlocal = _combine(dtype, (1.0, dlocal_new), (k.u, total), (k.q, dglob))
-    found = (
+    results = (
         _combine(dtype, (k.a, total)),
         _combine(dtype, (k.c, dlocal), (k.e, dglob)),
         _combine(dtype, (k.b, dlocal)),
         _combine(dtype, (k.g, dglob)),
     )
-    return [*_written(found, dtypes, gradients), dw_next]
+    return [*_written(results, dtypes, gradients), dw_next]
 
 
 # ---------------------------------------------------------------------------
 # The op
 
 
-@torch.library.custom_op("deeploop::linear_update", mutates_args=())
-def _forward(
-    h: Tensor,
-    f: Tensor,
-    local: Tensor | None,
-    glob: Tensor | None,
-    w_next: Tensor | None,
-    numbers: Tensor,
-    local_dtype: torch.dtype | None,
-    glob_dtype: torch.dtype | None,
-    norm: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """-> h', L', G', n, r (the last one [rows], for the backward); empty where not asked for."""
+def _run_forward(h, f, local, glob, w_next, numbers, local_dtype, glob_dtype, norm):
+    """Compute h', L', G', n, r ([rows]); None for one not requested."""
     *letters, eps = numbers.tolist()
-    shape = h.shape
-    inputs = (rows.as_rows(h), rows.as_rows(f), rows.maybe_rows(local), rows.maybe_rows(glob))
-    w_next = rows.packed(w_next)
-    args = (*inputs, w_next, Coefficients(*letters), eps, local_dtype, glob_dtype, norm)
-    fused = rows.uses_triton(h, *inputs, w_next)
-    *full, r = rows.results(h, fused, forward_launch, _forward_torch, *args)
-    h_new, local_new, glob_new, n = (_empty(h) if x is None else x.view(shape) for x in full)
-    return h_new, local_new, glob_new, n, _empty(h) if r is None else r
+    tensors = (*_aten.as_rows(h, f, local, glob), *_aten.packed(w_next))
+    args = (*tensors, Coefficients(*letters), eps, local_dtype, glob_dtype, norm)
+    *full, r = run(uses_triton(*tensors), h, forward_launch, _forward_torch, *args)
+    return *_aten.view_as(h.shape, *full), r
 
 
-def _empty(x: Tensor) -> Tensor:
-    return x.new_empty(0)
-
-
-@_forward.register_fake
-def _(h, f, local, glob, w_next, numbers, local_dtype, glob_dtype, norm):
-    local_new, glob_new = (
-        _empty(h) if t is None else h.new_empty(h.shape, dtype=t) for t in (local_dtype, glob_dtype)
-    )
-    dtype = rows.compute_dtype(h, f, local, glob, w_next)
-    r = h.new_empty((rows.count(h),), dtype=dtype) if norm else _empty(h)
-    n = f.new_empty(f.shape) if norm else _empty(h)
-    return h.new_empty(h.shape), local_new, glob_new, n, r
-
-
-@torch.library.custom_op("deeploop::linear_update_backward", mutates_args=())
-def _backward(
-    dh_new: Tensor | None,
-    dlocal_new: Tensor | None,
-    dglob_new: Tensor | None,
-    dn: Tensor | None,
-    h_new: Tensor | None,
-    w_next: Tensor | None,
-    r: Tensor | None,
-    numbers: Tensor,
-    has_glob: bool,
-    dh_dtype: torch.dtype | None,
-    df_dtype: torch.dtype | None,
-    dlocal_dtype: torch.dtype | None,
-    dglob_dtype: torch.dtype | None,
-    need_next: bool,
-) -> list[Tensor]:
-    """The gradients a dtype is given for, in the order h, f, L, G, then that of w_next."""
+def _run_backward(
+    dh_new, dlocal_new, dglob_new, dn, h_new, w_next, r, numbers, has_glob,
+    dh_dtype, df_dtype, dlocal_dtype, dglob_dtype, need_next,
+):  # fmt: skip
     k = Coefficients(*numbers.tolist()[:-1])
     given = (dh_new, dlocal_new, dglob_new, dn)
     like = next(x for x in given if x is not None)
-    gradients = tuple(rows.maybe_rows(x) for x in given)
+    gradients = tuple(_aten.as_rows(*given))
     if dn is None:
         h_new = r = None
-    h_new, w_next = rows.maybe_rows(h_new), rows.packed(w_next)
+    h_new, w_next = *_aten.as_rows(h_new), *_aten.packed(w_next)
     dtypes = (dh_dtype, df_dtype, dlocal_dtype, dglob_dtype)
     args = (gradients, h_new, w_next, r, k, has_glob, dtypes, need_next and dn is not None)
-    fused = rows.uses_triton(like, *gradients, w_next, r) and torch.float64 not in dtypes
-    *found, dw_next = rows.results(like, fused, backward_launch, _backward_torch, *args)
-    dw_next = rows.gain_gradient(dw_next, w_next, need_next)
-    return rows.found(like.shape, *found) + rows.found(None, dw_next)
+    fused = uses_triton(like, *gradients, w_next, r) and torch.float64 not in dtypes
+    *full, dw_next = run(fused, like, backward_launch, _backward_torch, *args)
+    return *_aten.view_as(like.shape, *full), _aten.gain_gradient(dw_next, w_next, need_next)
 
 
-@_backward.register_fake
-def _(
+def _fake(h, f, local, glob, w_next, numbers, local_dtype, glob_dtype, norm):
+    dtypes = (h.dtype, local_dtype, glob_dtype, f.dtype if norm else None)
+    r = None
+    if norm:
+        dtype = _aten.compute_dtype(h, f, local, glob, w_next)
+        r = h.new_empty((_aten.count(h),), dtype=dtype)
+    return *_fakes(h, dtypes), r
+
+
+def _fake_backward(
     dh_new, dlocal_new, dglob_new, dn, h_new, w_next, r, numbers, has_glob,
     dh_dtype, df_dtype, dlocal_dtype, dglob_dtype, need_next,
 ):  # fmt: skip
     like = next(x for x in (dh_new, dlocal_new, dglob_new, dn) if x is not None)
-    dtypes = (dh_dtype, df_dtype, dlocal_dtype, dglob_dtype)
-    found = [like.new_empty(like.shape, dtype=t) for t in dtypes if t is not None]
-    return found + ([w_next.new_empty(w_next.shape)] if need_next else [])
+    dw_next = w_next.new_empty(w_next.shape) if need_next else None
+    return *_fakes(like, (dh_dtype, df_dtype, dlocal_dtype, dglob_dtype)), dw_next
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    h, f, local, glob, w_next, numbers, local_dtype, glob_dtype, norm = inputs
-    h_new, local_new, glob_new, n, r = output
-    ctx.dtypes = [None if x is None else x.dtype for x in (h, f, local, glob)]
-    ctx.has_glob = glob is not None or glob_dtype is not None
-    ctx.save_for_backward(*((h_new, w_next, r) if norm else (None, None, None)), numbers)
-    asked = ((local_new, local_dtype), (glob_new, glob_dtype), (n, norm or None))
-    ctx.mark_non_differentiable(r, *(x for x, asked_for in asked if asked_for is None))
-    ctx.set_materialize_grads(False)
+def _fakes(like: Tensor, dtypes: Sequence[torch.dtype | None]) -> list[Tensor | None]:
+    return [None if t is None else like.new_empty(like.shape, dtype=t) for t in dtypes]
 
 
-def _gradients(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-    given = gradients[:4]
-    if all(x is None for x in given):
-        return (None,) * 9
-    needs = ctx.needs_input_grad[:5]
-    dtypes = [t if need else None for t, need in zip(ctx.dtypes, needs[:4], strict=True)]
-    found = iter(_backward(*given, *ctx.saved_tensors, ctx.has_glob, *dtypes, needs[4]))
-    return (*(next(found) if need else None for need in needs), *(None,) * 4)
+def _save(inputs, output):
+    h, f, local, glob, w_next, numbers, _, glob_dtype, norm = inputs
+    dtypes = [None if x is None else x.dtype for x in (h, f, local, glob)]
+    has_glob = glob is not None or glob_dtype is not None
+    saved = (output[0], w_next, output[4]) if norm else (None, None, None)
+    return Saved((*saved, numbers), (has_glob, dtypes))
 
 
-_forward.register_autograd(_gradients, setup_context=_save)
+def _ask(options, needs):
+    """Ask for the gradients of h, f, L and G by their dtypes, for that of w_next by a bool."""
+    has_glob, dtypes = options
+    return has_glob, *(t if n else None for t, n in zip(dtypes, needs[:4], strict=True)), needs[4]
+
+
+_forward, _backward = define(
+    "linear_update",
+    arguments="Tensor h, Tensor f, Tensor? local, Tensor? glob, Tensor? w_next, Tensor numbers, "
+    "ScalarType? local_dtype, ScalarType? glob_dtype, bool norm",
+    results=("h_new", "local_new", "glob_new", "n", "r"),
+    gradients_from=("h_new", "local_new", "glob_new", "n"),
+    gradients_for=("h", "f", "local", "glob", "w_next"),
+    forward=_run_forward,
+    fake=_fake,
+    save=_save,
+    backward_arguments="Tensor? dh_new, Tensor? dlocal_new, Tensor? dglob_new, Tensor? dn, "
+    "Tensor? h_new, Tensor? w_next, Tensor? r, Tensor numbers, bool has_glob, "
+    "ScalarType? dh_dtype, ScalarType? df_dtype, ScalarType? dlocal_dtype, "
+    "ScalarType? dglob_dtype, bool need_next",
+    backward=_run_backward,
+    backward_fake=_fake_backward,
+    ask=_ask,
+)

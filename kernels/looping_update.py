@@ -1,4 +1,4 @@
-"""looping_update: LOOM's attention branch, two moving averages and the next visit's norm.
+"""looping_update: LOOM's attention branch, two moving averages and the next sublayer's norm.
 
 Each attention branch f of a looped model adds to two memories that decay by b: a
 local one L, over the layers of this loop, and a global one G, over all loops. The
@@ -15,22 +15,22 @@ loop t (from 1), with M attention layers per loop and c the branch scale:
 The released code differs in one point: G takes the local readout L_l / D_L where
 the paper takes c * f.
 
-**The closed form.** As both memories decay alike and take the same c * f, after
-layer l of loop t G is b^l * G_{t-1} + L_l, G_{t-1} being G at the end of the loop
-before. So inside a loop only L needs writing:
+**The closed form.** Both memories decay by b and take the same c * f. So after layer l
+of loop t, G is b^l * G_{t-1} + L_l, where G_{t-1} is G at the end of the previous
+loop, and inside a loop only L needs writing:
 
     h' = h + (b^l / D_G) * G_{t-1} + (1 / D_G + 1 / D_L) * L_l
 
-`looping_update` does that, with the two factors from `looping_coefficients`;
-`looping_carry` makes G_t = b^M * G_{t-1} + L_M once per loop. `looping_update_two`
-writes both memories at every layer, for either reading of G.
+`looping_update` computes this, with the two factors from `looping_coefficients`;
+`looping_carry` computes G_t = b^M * G_{t-1} + L_M once per loop. `looping_update_two`
+writes both memories at every layer and supports both definitions of G.
 
 Backward, kernels and rounding are those of linear_update: the map is linear
-before the norm, so only h' and one number per row are saved. h' has the dtype of
-h and n that of f; a new memory has that of the one before it.
+before the norm, so h', w_next and one number per row are saved. h' has the dtype of
+h and n that of f; a new memory has the dtype of the previous one.
 
-Bytes, in passes over [rows, d] (beside O(rows) statistics and O(d) gains), for
-l > 1 and t > 1; a memory that is not there is not read:
+Bytes, in passes over [rows, d] (plus O(rows) statistics and O(d) gains), for
+l > 1 and t > 1; a memory that is None is not read:
 
     looping_update      forward 7 (reads h, f, L, G; writes h', L', n)
                         backward 8 (reads dh', dL', dn, h'; writes dh, df, dL, dG)
@@ -50,11 +50,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from deeploop.errors import InputError
+from deeploop.utils.errors import InputError
 
-from . import linear_kernels, rows
-from .linear_kernels import Coefficients
+from . import _aten
+from ._checks import check_gains, check_norm, check_rows, check_untraced
+from ._launch import Launch, LaunchConfig
+from ._op import Normed
 from .linear_update import linear_update
+from .triton import linear_update as triton_code
+from .triton.linear_update import Coefficients
 
 
 def looping_update(
@@ -71,15 +75,38 @@ def looping_update(
     eps: float = 1e-6,
     norm: bool = True,
     memory_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, rows.Normed]:
-    """h', L', n from the closed form (n is None where norm is off).
+) -> tuple[Tensor, Tensor, Normed]:
+    """Update LOOM's local memory and the stream by the closed form, and norm the stream.
 
-    local is L after the layer before (None in the first layer of a loop) and glob
-    G at the end of the loop before (None in the first loop). L' has the dtype of
-    local, else of glob, else memory_dtype (default float32).
+    L' = decay * L + scale * f,  h' = h + read_local * L' + read_global * G,
+    n = RMSNorm(h') * w_next.
+
+    Args:
+        h: residual stream, [..., d], a float dtype.
+        f: branch output, like h; may have another float dtype.
+        local: L after the previous layer, like h, or None in the first layer of a loop.
+        glob: G at the end of the previous loop, like h, or None in the first loop.
+        w_next: gain of the next sublayer's norm, [d], or None for ones.
+        scale: c, the factor of the branch.
+        decay: b, the factor of the memories.
+        read_local, read_global: factors from `looping_coefficients`. All four are run-time
+            numbers; no new value recompiles.
+        eps: added to the mean square under the root.
+        norm: False leaves the norm out; w_next must then be None.
+        memory_dtype: dtype of L' if there is no memory yet (default: float32, or float64
+            if h or f is).
+
+    Returns:
+        h', dtype of h; L', dtype of local, else of glob, else memory_dtype; n, dtype of f
+        (None if norm is False). All have the shape of h.
+
+    Raises:
+        InputError: if shapes, dtypes or devices disagree, or a number is not finite.
+
+    Source: LOOM (arXiv 2610.01153); the closed form is derived in this module's docstring.
     """
     _check("looping_update", h, f, local, glob, w_next, norm)
-    rows.check_untraced(
+    check_untraced(
         "looping_update", eps, scale=scale, decay=decay,
         read_local=read_local, read_global=read_global,
     )  # fmt: skip
@@ -106,16 +133,42 @@ def looping_update_two(
     eps: float = 1e-6,
     norm: bool = True,
     memory_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, Tensor, rows.Normed]:
-    """h', L', G', n with both memories written (n is None where norm is off).
+) -> tuple[Tensor, Tensor, Tensor, Normed]:
+    """Update both of LOOM's memories and the stream, and norm the stream.
 
-    local and glob are the memories after the layer before (None: not started).
-    source says what G takes: "output" is c * f (the paper), "readout" the local
-    readout L' * read_local (the released code). The factors are 1 / D_L and
-    1 / D_G, from `two_memory_coefficients`.
+    L' = decay * L + scale * f,  G' = decay * G + o,
+    h' = h + read_local * L' + read_global * G',  n = RMSNorm(h') * w_next.
+
+    Args:
+        h: residual stream, [..., d], a float dtype.
+        f: branch output, like h; may have another float dtype.
+        local: L after the previous layer, like h, or None in the first layer of a loop.
+        glob: G after the previous layer, like h, or None in the first layer of the model.
+        w_next: gain of the next sublayer's norm, [d], or None for ones.
+        scale: c, the factor of the branch.
+        decay: b, the factor of the memories.
+        read_local, read_global: 1 / D_L and 1 / D_G, from `two_memory_coefficients`.
+            All four are run-time numbers; no new value recompiles.
+        source: the term o that G accumulates: "output" is scale * f (the paper), "readout"
+            is read_local * L' (the released code).
+        eps: added to the mean square under the root.
+        norm: False leaves the norm out; w_next must then be None.
+        memory_dtype: dtype of a new memory if there is none yet (default: float32, or
+            float64 if h or f is).
+
+    Returns:
+        h', dtype of h; L' and G', each in the dtype of its previous value, else of the
+        other memory, else memory_dtype; n, dtype of f (None if norm is False). All have
+        the shape of h.
+
+    Raises:
+        InputError: if shapes, dtypes or devices disagree, a number is not finite, or
+            source is unknown.
+
+    Source: LOOM (arXiv 2610.01153) and its released code.
     """
     _check("looping_update_two", h, f, local, glob, w_next, norm)
-    rows.check_untraced(
+    check_untraced(
         "looping_update_two", eps, scale=scale, decay=decay,
         read_local=read_local, read_global=read_global,
     )  # fmt: skip
@@ -135,7 +188,17 @@ def looping_update_two(
 
 
 def looping_carry(glob: Tensor | None, local: Tensor, n_layers: int, decay: float) -> Tensor:
-    """G_t = b^M * G_{t-1} + L_M, at the end of a loop; glob is None after the first."""
+    """Carry the global memory over the end of a loop: G_t = b^M * G_{t-1} + L_M.
+
+    Args:
+        glob: G_{t-1}, [..., d], or None after the first loop.
+        local: L_M, the local memory after the loop's last attention layer, like glob.
+        n_layers: M, attention layers per loop.
+        decay: b.
+
+    Returns:
+        G_t, like local; a new tensor.
+    """
     return local.clone() if glob is None else torch.add(local, glob, alpha=decay**n_layers)
 
 
@@ -146,7 +209,17 @@ def looping_carry(glob: Tensor | None, local: Tensor, n_layers: int, decay: floa
 def two_memory_coefficients(
     loop: int, layer: int, n_layers: int, decay: float
 ) -> tuple[float, float]:
-    """1 / D_L and 1 / D_G for a layer and a loop counted from 1."""
+    """Compute read_local = 1 / D_L and read_global = 1 / D_G of `looping_update_two`.
+
+    Args:
+        loop: t, counted from 1.
+        layer: l, the attention layer within the loop, 1 to n_layers.
+        n_layers: M, attention layers per loop.
+        decay: b, 0 to 1.
+
+    Raises:
+        InputError: if a number is out of range.
+    """
     allowed = {
         "loop": (loop, loop >= 1, "1 or more"),
         "layer": (layer, 1 <= layer <= n_layers, f"1 to n_layers, {n_layers}"),
@@ -159,13 +232,16 @@ def two_memory_coefficients(
 
 
 def looping_coefficients(loop: int, layer: int, n_layers: int, decay: float) -> tuple[float, float]:
-    """read_local and read_global of `looping_update` for a layer and a loop counted from 1."""
+    """Compute read_local and read_global of `looping_update`; arguments as above.
+
+    Returns 1 / D_L + 1 / D_G and b^l / D_G. Raises InputError if a number is out of range.
+    """
     by_local, by_global = two_memory_coefficients(loop, layer, n_layers, decay)
     return by_local + by_global, decay**layer * by_global
 
 
 def _weight(count: int, decay: float) -> float:
-    """1 + b + ... + b^(count - 1); summed, as the quotient loses digits near b = 1."""
+    """Sum 1 + b + ... + b^(count - 1); the closed quotient loses digits near b = 1."""
     return sum(decay**i for i in range(count))
 
 
@@ -183,29 +259,29 @@ def _check(
     norm: bool,
 ) -> None:
     memories = {"local": local, "glob": glob}
-    rows.check_rows(op, h=h, f=f, **{k: x for k, x in memories.items() if x is not None})
-    rows.check_gains(op, h, w_next=w_next)
-    rows.check_norm(op, norm, w_next)
+    check_rows(op, h=h, f=f, **{k: x for k, x in memories.items() if x is not None})
+    check_gains(op, h, w_next=w_next)
+    check_norm(op, norm, w_next)
 
 
 def _memory_dtype(
-    h: Tensor, f: Tensor, own: Tensor | None, other: Tensor | None, default: torch.dtype | None
+    h: Tensor, f: Tensor, previous: Tensor | None, other: Tensor | None, default: torch.dtype | None
 ) -> torch.dtype:
-    """Of a new memory: that of the one before it, else of the other one, else the default."""
-    for memory in (own, other):
+    """Dtype of a new memory: that of its previous value, else of the other, else the default."""
+    for memory in (previous, other):
         if memory is not None:
             return memory.dtype
-    return default or rows.compute_dtype(h, f)
+    return default or _aten.compute_dtype(h, f)
 
 
 def aot_launches(
-    x: Tensor, w: Tensor | None, config: rows.Config | None = None
-) -> dict[str, rows.Launch]:
-    """Every launch on rows like x and gains like w (meta tensors), by name."""
-    launches = functools.partial(linear_kernels.aot_launches, config=config)
-    found = launches("looping_update", x, w, local=x, glob=x)
-    found |= launches("looping_update_two", x, w, local=x, glob=x, two=True)
+    x: Tensor, w: Tensor | None, config: LaunchConfig | None = None
+) -> dict[str, Launch]:
+    """Build every launch of the op, by name, on rows like x and gains like w (meta tensors)."""
+    build = functools.partial(triton_code.aot_launches, config=config)
+    launches = build("looping_update", x, w, local=x, glob=x)
+    launches |= build("looping_update_two", x, w, local=x, glob=x, two=True)
     if x.dtype != torch.float32:
         wide = torch.empty_like(x, dtype=torch.float32)
-        found |= launches("looping_two_fp32", x, w, local=wide, glob=wide, two=True)
-    return found
+        launches |= build("looping_two_fp32", x, w, local=wide, glob=wide, two=True)
+    return launches

@@ -1,8 +1,8 @@
-"""The kernels' specification: every op in plain PyTorch, differentiable, any dtype.
+"""Specification of the kernels: every op in plain PyTorch, differentiable, in any float dtype.
 
-Arithmetic is float32, or float64 as soon as one input is float64; results are
-rounded once, at the end. The kernels are compared with these functions run in
-float64.
+Arithmetic is float32, or float64 if any input is float64; results are rounded once,
+at the end. The tests compare the kernels with these functions run in float64. Arguments
+and results are those of the functions of the same names in `deeploop.kernels`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .rows import compute_dtype
+from ._aten import compute_dtype
 
 
 def rms_norm(x: Tensor, w: Tensor | None, eps: float) -> Tensor:
@@ -57,7 +57,7 @@ def pre_norm(
 def sigmoid_router(
     x: Tensor, w: Tensor, bias: Tensor | None, top_k: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Weights and indices of the top_k experts by sigmoid(w @ x) + bias, load, z."""
+    """Choose the top_k experts by sigmoid(w @ x) + bias; returns weights, indices, load, z."""
     dtype = compute_dtype(x, w, bias)
     logits = x.reshape(-1, x.shape[-1]).to(dtype) @ w.to(dtype).T
     score = logits.sigmoid()
@@ -83,11 +83,11 @@ def expert_combine(
     eps: float = 1e-6,
     norm: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """y = weighted sum of each token's expert rows + shared, then as branch_sandwich."""
+    """y = weighted sum of each token's expert rows + shared; then branch_sandwich(h, y)."""
     dtype = compute_dtype(h, routed, weights, shared, w_branch, w_next)
-    kept = slots >= 0
-    token, _ = kept.nonzero(as_tuple=True)
-    rows = weights.to(dtype)[kept][:, None] * routed.to(dtype)[slots[kept].long()]
+    mask = slots >= 0
+    token, _ = mask.nonzero(as_tuple=True)
+    rows = weights.to(dtype)[mask][:, None] * routed.to(dtype)[slots[mask].long()]
     y = rows.new_zeros(slots.shape[0], h.shape[-1]).index_add(0, token, rows).reshape(h.shape)
     if shared is not None:
         y = y + shared.to(dtype)
@@ -147,7 +147,7 @@ def looping_update(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """L' = decay * L + scale * f ; h' = h + read_global * G + read_local * L' ; n as above."""
     dtype = compute_dtype(h, f, local, glob, w_next)
-    there = next((x.dtype for x in (local, glob) if x is not None), memory_dtype)
+    memory = next((x.dtype for x in (local, glob) if x is not None), memory_dtype)
     local_new = scale * f.to(dtype)
     if local is not None:
         local_new = local_new + decay * local.to(dtype)
@@ -155,7 +155,7 @@ def looping_update(
     if glob is not None:
         h_new = h_new + read_global * glob.to(dtype)
     n = rms_norm(h_new, w_next, eps).to(f.dtype) if norm else None
-    return h_new.to(h.dtype), local_new.to(there or compute_dtype(h, f)), n
+    return h_new.to(h.dtype), local_new.to(memory or compute_dtype(h, f)), n
 
 
 def looping_update_two(
@@ -176,11 +176,11 @@ def looping_update_two(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """L' = decay * L + o ; G' = decay * G + (o or r) ; h' = h + r + read_global * G' ; n.
 
-    o = scale * f is the output, r = read_local * L' the readout.
+    o = scale * f is the output, r = read_local * L' the readout; `source` is what G takes.
     """
     dtype = compute_dtype(h, f, local, glob, w_next)
     default = memory_dtype or compute_dtype(h, f)
-    there = [x.dtype for x in (local, glob) if x is not None] or [default]
+    dtypes = [x.dtype for x in (local, glob) if x is not None] or [default]
     output = scale * f.to(dtype)
     local_new = output if local is None else decay * local.to(dtype) + output
     readout = read_local * local_new
@@ -188,4 +188,4 @@ def looping_update_two(
     glob_new = fed if glob is None else decay * glob.to(dtype) + fed
     h_new = h.to(dtype) + readout + read_global * glob_new
     n = rms_norm(h_new, w_next, eps).to(f.dtype) if norm else None
-    return h_new.to(h.dtype), local_new.to(there[0]), glob_new.to(there[-1]), n
+    return h_new.to(h.dtype), local_new.to(dtypes[0]), glob_new.to(dtypes[-1]), n

@@ -1,16 +1,16 @@
-"""sigmoid_router: one loop's expert choice in one pass over the tokens.
+"""sigmoid_router: choose each token's experts by sigmoid scores, in one pass over the tokens.
 
-Forward, per token (w one row per expert; bias steers the choice alone):
+Forward, per token (w has one row per expert; bias affects the choice only):
 
     logits  = w @ x                    float32, whatever x is
     s       = sigmoid(logits)
-    chosen  = the top_k largest of s + bias; equals: the lower expert first
+    chosen  = the top_k largest of s + bias; ties go to the lower expert
     weights = s[chosen] / max(S, 1e-9)      S = sum of s[chosen]
     z       = mean over tokens of logsumexp(logits)^2
-    load    = how many (token, slot) pairs went to each expert
+    load    = number of (token, slot) pairs of each expert
 
-Slots stand in the order they were chosen. NaN counts as largest, so indices are
-distinct and in range whatever comes in. z is 0 where there are no tokens.
+Slots are in the order of choice. NaN counts as largest, so indices are distinct and
+in range for any input. z is 0 if there are no tokens.
 
 Backward, from dweights (G, spread over the experts) and dz, with W the weights
 spread over the experts likewise; the choice and the bias pass no gradient:
@@ -21,26 +21,27 @@ spread over the experts likewise; the choice and the bias pass no gradient:
 
 Shapes: x [..., d] with T tokens, w [E, d], bias [E] or None; weights and indices
 [T, k], load [E], z []. Dtypes: w and bias float32, so that a model cast to
-bfloat16 cannot change the experts in silence; weights and z float32; dx as x. If
-anything is float64, so is everything. indices are int32: sorting tokens by
-expert then moves half the bytes, F.grouped_mm asks for int32 offsets, and
-PyTorch indexes with them. load is int64: counters add it up over whole runs.
+bfloat16 cannot silently choose other experts; weights and z float32; dx as x. If
+any input is float64, so are the results. indices are int32: sorting tokens by
+expert then moves half the bytes, F.grouped_mm takes int32 offsets, and
+PyTorch indexes with them. load is int64, as counters accumulate it over whole runs.
 
-Bytes: forward one pass over x. Beside it 8 k bytes a token, and 4 E for the
-logits where a gradient will be asked for: with bfloat16 x those are 2 E / d of a
-pass, less than the pass that computing them again would read. Backward: one pass
-writes dx, one reads x for dw; dlogits costs 4 E bytes a token each time it is
-written and read, once up to 128 experts (above, dx is a kernel of its own, which
-reads it too). A library GEMM for dw needs x in float32: 5 passes instead of 1,
-and it obeys the process's TF32 switch. w comes out of L2.
+Bytes: forward one pass over x, plus 8 k bytes a token, plus 4 E for the logits if a
+gradient will be needed: with bfloat16 x those are 2 E / d of a pass, less than the
+pass that computing them again would read. Backward: one pass writes dx, one reads x
+for dw; dlogits costs 4 E bytes a token for each write and read, one of each up to
+128 experts (above that dx has a separate kernel, which reads it as well). A library
+GEMM for dw needs x in float32: 5 passes instead of 1, and it follows the process's
+TF32 switch. w is read from L2. Saved for backward: x, w, the logits and the indices.
 
-The matrix products run on tensor cores without giving up float32: every float32
-is a sum of three bfloat16, and six of the nine partial products are kept (the
-rest is below 2^-26 of |x| |w|). Products of a bfloat16 x take three, and lose
-nothing. Loads and dw are sums of per-program partials: no atomics, the same bits
-every run. Speed on a GPU: not yet measured.
+The matrix products run on tensor cores at float32 accuracy: every float32 is a sum
+of three bfloat16, and six of the nine partial products are computed (the rest is
+below 2^-26 of |x| |w|). Products with a bfloat16 x take three, without loss. Loads
+and dw are sums of per-program partial sums: no atomics, the same bits every run.
+Speed on a GPU: not yet measured.
 
-Source: LOOM's router (sigmoid scores, bias-corrected choice, one router a loop).
+Source: LOOM's router (arXiv 2610.01153): sigmoid scores, bias-corrected choice, one
+router per loop.
 """
 
 from __future__ import annotations
@@ -52,21 +53,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deeploop.errors import InputError
+from deeploop.utils.errors import InputError
 
-from . import rows
-from .router_kernels import aot_launches, backward_launches, forward_launch
+from . import _aten
+from ._checks import check_rows
+from ._launch import uses_triton
+from ._op import Saved, define, fake_gradients
+from .triton.sigmoid_router import aot_launches, backward_launches, forward_launch
 
 __all__ = ["aot_launches", "sigmoid_router"]
 
 MAX_EXPERTS = 512
-SMALLEST = 1e-9  # of the sum that the weights are divided by
+SMALLEST = 1e-9  # least sum of scores that the weights are divided by
 
 
 def sigmoid_router(
     x: Tensor, w: Tensor, bias: Tensor | None, top_k: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """-> weights [T, k], indices [T, k] int32, load [E] int64, z (mean logsumexp^2)."""
+    """Choose the top_k experts of each token and their combine weights.
+
+    Args:
+        x: tokens, [..., d] with T tokens in all, a float dtype.
+        w: router weights, [E, d] with 1 to 512 experts, float32 or float64.
+        bias: added to the scores for the choice only, [E], float32 or float64, or None.
+        top_k: experts per token, 1 to E.
+
+    Returns:
+        weights [T, top_k] float32, indices [T, top_k] int32, load [E] int64 (tokens per
+        expert) and the scalar z, the mean of logsumexp(logits)^2. float64 if an input is.
+
+    Raises:
+        InputError: if shapes, dtypes or devices disagree, or top_k is out of range.
+
+    Source: LOOM (arXiv 2610.01153).
+    """
     _check(x, w, bias, top_k)
     save = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
     weights, indices, load, z, _ = _forward(x, w, bias, top_k, save)
@@ -74,8 +94,11 @@ def sigmoid_router(
 
 
 def _check(x: Tensor, w: Tensor, bias: Tensor | None, top_k: int) -> None:
-    """Refuse what cannot be routed, and weights that are no longer float32."""
-    rows.check_rows("sigmoid_router", x=x)
+    """Refuse tensors that do not fit together, and weights in less than float32.
+
+    Raises: InputError.
+    """
+    check_rows("sigmoid_router", x=x)
     if w.dim() != 2 or w.shape[1] != x.shape[-1] or not 1 <= w.shape[0] <= MAX_EXPERTS:
         raise InputError(
             f"sigmoid_router: w has shape {list(w.shape)}; "
@@ -106,23 +129,23 @@ def _check(x: Tensor, w: Tensor, bias: Tensor | None, top_k: int) -> None:
 
 @contextlib.contextmanager
 def _true_float32(x: Tensor) -> Iterator[None]:
-    """No autocast, and no TF32 or bfloat16 products whatever the process has allowed."""
+    """Disable autocast and TF32 or bfloat16 products, whatever the process allows."""
     backends: Any = torch.backends
     backend = (backends.cuda if x.is_cuda else backends.mkldnn).matmul
     before = backend.fp32_precision
     backend.fp32_precision = "ieee"
     try:
-        with rows.no_autocast(x):
+        with _aten.no_autocast(x):
             yield
     finally:
         backend.fp32_precision = before
 
 
 def _choose(biased: Tensor, top_k: int) -> Tensor:
-    """The top_k largest of each row, equals by column; torch.topk leaves those open."""
+    """Indices of the top_k largest of each row; ties by column, which torch.topk leaves open."""
     if biased.dtype == torch.float64:
         return biased.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
-    # Keys without equals: the order of the floats above, the columns backward below.
+    # Distinct keys: the order of the floats in the high bits, the reversed column below.
     bits = biased.view(torch.int32)
     key = torch.where(biased.isnan(), 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
     key = (key << 32) | torch.arange(biased.shape[1] - 1, -1, -1, device=biased.device)
@@ -132,7 +155,7 @@ def _choose(biased: Tensor, top_k: int) -> Tensor:
 def _forward_torch(
     x: Tensor, w: Tensor, bias: Tensor | None, top_k: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dtype = rows.compute_dtype(x, w, bias)
+    dtype = _aten.compute_dtype(x, w, bias)
     logits = x.to(dtype) @ w.to(dtype).T
     score = logits.sigmoid()
     indices = _choose(score if bias is None else score + bias, top_k)
@@ -152,7 +175,7 @@ def _backward_torch(
     indices: Tensor,
     needs: list[bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """dx and dw."""
+    """Compute dx and dw, None where not needed."""
     dtype = logits.dtype
     dlogits = None
     if dz is not None:
@@ -169,7 +192,7 @@ def _backward_torch(
         ds *= score * torch.sigmoid(-picked)
         dlogits = torch.zeros_like(logits) if dlogits is None else dlogits
         dlogits.scatter_add_(1, chosen, ds)
-    assert dlogits is not None, "the autograd formula calls this with dweights or dz"
+    assert dlogits is not None, "the autograd formula passes dweights or dz"
     dx = (dlogits @ w.to(dtype)).to(x.dtype) if needs[0] else None
     dw = (dlogits.T @ x.to(dtype)).to(w.dtype) if needs[1] else None
     return dx, dw
@@ -179,13 +202,10 @@ def _backward_torch(
 # The op
 
 
-@torch.library.custom_op("deeploop::sigmoid_router", mutates_args=())
-def _forward(
-    x: Tensor, w: Tensor, bias: Tensor | None, top_k: int, save: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """-> weights, indices, load, z, logits (for the backward; no rows unless saved)."""
-    x, w, bias = rows.as_rows(x), w.contiguous(), rows.packed(bias)
-    if rows.uses_triton(x, w, bias):
+def _run_forward(x, w, bias, top_k, save):
+    """Compute weights, indices, load, z and logits (no rows unless save is True)."""
+    x, w, bias = *_aten.as_rows(x), *_aten.packed(w, bias)
+    if uses_triton(x, w, bias):
         (weights, indices, load, z, logits), launch = forward_launch(x, w, bias, top_k, save)
         launch.run(x)
         return weights, indices, load.sum(0), z.sum() / max(1, x.shape[0]), logits
@@ -194,10 +214,24 @@ def _forward(
     return weights, indices, load, z, logits if save else logits.new_empty(0, w.shape[0])
 
 
-@_forward.register_fake
-def _(x, w, bias, top_k, save):
-    like = x.new_empty((), dtype=rows.compute_dtype(x, w, bias))
-    n_rows, experts = rows.count(x), w.shape[0]
+def _run_backward(dweights, dz, x, w, logits, indices, needs):
+    shape = x.shape
+    x, w, dweights = *_aten.as_rows(x), *_aten.packed(w, dweights)
+    args = (dweights, dz, x, w, logits, indices, needs)
+    if uses_triton(x, logits):
+        (dx, dw), launches = backward_launches(*args)
+        for launch in launches:
+            launch.run(x)
+        dw = None if dw is None else dw.sum(0)
+    else:
+        with _true_float32(x):
+            dx, dw = _backward_torch(*args)
+    return *_aten.view_as(shape, dx), dw
+
+
+def _fake(x, w, bias, top_k, save):
+    like = x.new_empty((), dtype=_aten.compute_dtype(x, w, bias))
+    n_rows, experts = _aten.count(x), w.shape[0]
     return (
         like.new_empty((n_rows, top_k)),
         like.new_empty((n_rows, top_k), dtype=torch.int32),
@@ -207,52 +241,27 @@ def _(x, w, bias, top_k, save):
     )
 
 
-@torch.library.custom_op("deeploop::sigmoid_router_backward", mutates_args=())
-def _backward(
-    dweights: Tensor | None,
-    dz: Tensor | None,
-    x: Tensor,
-    w: Tensor,
-    logits: Tensor,
-    indices: Tensor,
-    needs: list[bool],
-) -> list[Tensor]:
-    """The gradients asked for, in the order x, w."""
-    shape, x, w = x.shape, rows.as_rows(x), w.contiguous()
-    dweights = rows.packed(dweights)
-    args = (dweights, dz, x, w, logits, indices, needs)
-    if rows.uses_triton(x, logits):
-        (dx, dw), launches = backward_launches(*args)
-        for launch in launches:
-            launch.run(x)
-        dw = None if dw is None else dw.sum(0)
-    else:
-        with _true_float32(x):
-            dx, dw = _backward_torch(*args)
-    return rows.found(shape, dx) + rows.found(None, dw)
+def _fake_backward(dweights, dz, x, w, logits, indices, needs):
+    return fake_gradients(needs, x, w)
 
 
-@_backward.register_fake
-def _(dweights, dz, x, w, logits, indices, needs):
-    return [t.new_empty(t.shape) for t, need in zip((x, w), needs, strict=True) if need]
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save(inputs, output):
     x, w, _, _, _ = inputs
-    _, indices, load, _, logits = output
-    ctx.save_for_backward(x, w, logits, indices)
-    ctx.mark_non_differentiable(indices, load, logits)
-    ctx.set_materialize_grads(False)
+    _, indices, _, _, logits = output
+    return Saved((x, w, logits, indices))
 
 
-def _gradients(
-    ctx: Any, dweights: Tensor | None, _indices: None, _load: None, dz: Tensor | None, _logits: None
-) -> tuple[Any, ...]:
-    if dweights is None and dz is None:
-        return (None,) * 5
-    needs = list(ctx.needs_input_grad[:2])
-    found = iter(_backward(dweights, dz, *ctx.saved_tensors, needs))
-    return (*(next(found) if need else None for need in needs), None, None, None)
-
-
-_forward.register_autograd(_gradients, setup_context=_save)
+_forward, _backward = define(
+    "sigmoid_router",
+    arguments="Tensor x, Tensor w, Tensor? bias, SymInt top_k, bool save",
+    results=("weights", "indices", "load", "z", "logits"),
+    gradients_from=("weights", "z"),
+    gradients_for=("x", "w"),
+    forward=_run_forward,
+    fake=_fake,
+    save=_save,
+    backward_arguments="Tensor? dweights, Tensor? dz, Tensor x, Tensor w, Tensor logits, "
+    "Tensor indices, bool[] needs",
+    backward=_run_backward,
+    backward_fake=_fake_backward,
+)

@@ -7,7 +7,13 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from deeploop.analyze.profile.trace import PHASES, StepSection
-from deeploop.runs.plots import _log, _log_if_wide, _loop_matrix, _whole, save_figure
+from deeploop.utils.figures import (
+    integer_ticks,
+    log_scale,
+    log_scale_if_wide,
+    loop_matrix,
+    save_figure,
+)
 
 
 def profile(
@@ -101,16 +107,16 @@ def diagnosis(readings: list[dict[str, Any]], path: Path) -> None:
     by_branch = [b["g_cosines"] for b in last["branches"]]
     cosines = [[sum(column) / len(by_branch) for column in zip(*rows, strict=True)]
                for rows in zip(*by_branch, strict=True)]  # fmt: skip
-    _loop_matrix(panels[0, 1], cosines, f"cosine of gradients, mean, step {last['step']}", -1)
+    loop_matrix(panels[0, 1], cosines, f"cosine of gradients, mean, step {last['step']}", -1)
     _norms(panels[0, 2], last["branches"])
     for axes, key in zip(panels[1], ("rms", "variance", "variance_between_tokens"), strict=False):
         _by_visit(axes, readings, key)
     if routed:
-        _loop_matrix(panels[0, 3], last["router_overlap"], "cosine of experts' loads", 0)
+        loop_matrix(panels[0, 3], last["router_overlap"], "cosine of experts' loads", 0)
         panels[1, 3].plot(range(1, len(last["load_spread"]) + 1), last["load_spread"], marker=".")
         panels[1, 3].set_title("std / mean of the experts' loads")
         panels[1, 3].set_xlabel("loop")
-        _whole(panels[1, 3])
+        integer_ticks(panels[1, 3].xaxis)
     save_figure(figure, path)
 
 
@@ -125,9 +131,9 @@ def _kappa(axes: Any, readings: list[dict[str, Any]]) -> None:
     for value, name in ((1, "orthogonal"), (loops, "aligned"))[: 2 if loops > 1 else 1]:
         axes.axhline(value, linestyle=":", linewidth=1, color="grey")
         axes.annotate(name, (1, value), xycoords=("axes fraction", "data"), ha="right", va="bottom")
-    _log(axes)
+    log_scale(axes)
     axes.set_xlabel("step")
-    _whole(axes)
+    integer_ticks(axes.xaxis)
     axes.legend(fontsize="small")
 
 
@@ -146,8 +152,8 @@ def _norms(axes: Any, branches: list[dict[str, Any]]) -> None:
         )
     axes.set_title("norm of each visit's gradient")
     axes.set_xlabel("loop")
-    _log_if_wide(axes)
-    _whole(axes)
+    log_scale_if_wide(axes)
+    integer_ticks(axes.xaxis)
     axes.legend(title="faint: first block" if count > 1 else None, fontsize="small")
 
 
@@ -159,6 +165,6 @@ def _by_visit(axes: Any, readings: list[dict[str, Any]], key: str) -> None:
         axes.plot(range(1, len(values) + 1), values, color=shade, label=str(r["step"]))
     axes.set_title(f"stream: {key.replace('_', ' ')}")
     axes.set_xlabel("visit")
-    _log_if_wide(axes)
-    _whole(axes)
+    log_scale_if_wide(axes)
+    integer_ticks(axes.xaxis)
     axes.legend(title="step", fontsize="small", ncols=1 + len(readings) // 8)

@@ -10,6 +10,7 @@ from deeploop.cli.parse import first_word, named_preset, parse
 from deeploop.cli.ranks import on_every_rank
 from deeploop.config import Config
 from deeploop.config.presets import SUMMARY
+from deeploop.utils.console import say
 
 
 @dataclasses.dataclass
@@ -33,10 +34,10 @@ def run(arguments: list[str]) -> int:
     )
     from deeploop.analyze.profile import profile
     from deeploop.train import setup
-    from deeploop.utils import distributed
+    from deeploop.utils.distributed import init_distributed
 
     steps = profile.Steps(parsed.warmup, parsed.config.train.steps, parsed.traced)
-    with distributed.ranks() as ranks:
+    with init_distributed() as ranks:
         console = Console(quiet=not ranks.is_main)
         trainer = on_every_rank(
             ranks, lambda: profile.open_profile(parsed.config, steps, console, ranks)
@@ -44,7 +45,7 @@ def run(arguments: list[str]) -> int:
         if trainer is None:
             return 2
         for line in setup.describe(trainer):
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+            say(console, line)
         figures = profile.profile(trainer, steps)
     if ranks.is_main:
         profile.report(figures, trainer.folder, console)

@@ -13,6 +13,7 @@ from deeploop.cli.parse import first_word, named_preset, parse
 from deeploop.cli.ranks import on_every_rank
 from deeploop.config import Config
 from deeploop.config.presets import SUMMARY
+from deeploop.utils.console import say
 
 if TYPE_CHECKING:  # torch is slow to import, and --help needs none of it
     from deeploop.train.trainer import Trainer
@@ -63,17 +64,17 @@ def run(arguments: list[str]) -> int:
     from deeploop.analyze.plan.fits import check_memory
     from deeploop.runs import checkpoint
     from deeploop.train.setup import describe, open_run
-    from deeploop.utils import distributed
+    from deeploop.utils.distributed import init_distributed
 
     ckpt = None if parsed.resume is None else checkpoint.find(parsed.resume)
-    with distributed.ranks() as ranks:
+    with init_distributed() as ranks:
         console = Console(quiet=not ranks.is_main)
         check = check_memory if ranks.world == 1 else None
         trainer = on_every_rank(ranks, lambda: open_run(parsed.config, console, ckpt, ranks, check))
         if trainer is None:
             return 2
         for line in describe(trainer):
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+            say(console, line)
         if trainer.done == trainer.config.train.steps:
             console.print(f"already at step {trainer.done}; give more --steps to go on")
         summary = trainer.fit()
@@ -84,23 +85,20 @@ def run(arguments: list[str]) -> int:
 
 def report(summary: dict[str, Any], trainer: "Trainer", console: Console) -> None:
     """Print the last lines: held-out loss beside that of n-gram counts, speed, and a sample."""
-
-    def say(text: str) -> None:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
-
     if "stopped_by" in summary:
         say(
+            console,
             f"stopped by {summary['stopped_by']} after step {summary['step']}, saved; go on with: "
-            f"deeploop train --resume {trainer.folder}"
+            f"deeploop train --resume {trainer.folder}",
         )
         return
     if summary["sample"] is not None:
-        say(f"sample   {summary['sample']!r}")
+        say(console, f"sample   {summary['sample']!r}")
     per_byte = trainer.corpus.bytes_per_token
     unit = "bits/byte" if per_byte else "bits/token"
     scale = 1 / math.log(2) / (per_byte or 1)
     floors = ", ".join(f"{name} {nats * scale:.3f}" for name, nats in trainer.floors.items())
-    say(f"held out {summary['val_loss'] * scale:.3f} {unit} (counts alone: {floors})")
+    say(console, f"held out {summary['val_loss'] * scale:.3f} {unit} (counts alone: {floors})")
     rate = summary["tokens_per_second"]
     speed = f"{rate:,.0f} tokens/s, " if rate else ""
-    say(f"took     {speed}{summary['peak_memory_gib']:.2f} GiB peak")
+    say(console, f"took     {speed}{summary['peak_memory_gib']:.2f} GiB peak")

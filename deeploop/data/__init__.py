@@ -1,0 +1,1 @@
+"""Read text or token shards as two streams of tokens, and batches from them."""

@@ -1,9 +1,9 @@
-"""From a path to a corpus, and from a corpus to shards.
+"""Open a file or folder as a corpus: two streams of tokens, ``train`` and ``val``.
 
-A corpus is two streams of tokens, ``train`` and ``val``. Text for the byte
-tokenizer and ready token shards are read in place; any other text is tokenised
-once into shards in a cache folder. Nothing is ever held whole in memory, so a
-corpus may be larger than it. `deeploop.data.batches` makes batches of the streams.
+A .txt file for the byte tokenizer and token shards are read in place; any other text is
+tokenised once into a cache folder. No more than a block is in memory at a time, so a
+corpus may be larger than the memory. `deeploop.data.batches` reads batches from the
+streams.
 """
 
 import dataclasses
@@ -15,31 +15,27 @@ from typing import Any
 
 import numpy as np
 
-from deeploop.data.shards import (
-    ArraySegment,
-    FileSegment,
-    Segment,
-    TokenStream,
-    open_shards,
-)
-from deeploop.data.text import Piece, encode_to, split_text, text_files
-from deeploop.data.token_cache import Progress, _tokenised, default_cache
+from deeploop.data.shards import open_shards
+from deeploop.data.stream import ArraySegment, FileSegment, Segment, TokenStream
+from deeploop.data.text import TextSpan, encode_to, split_text, text_files
+from deeploop.data.token_cache import Progress, default_cache, tokenise_to_cache
 from deeploop.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from deeploop.utils.disk import user_path
 from deeploop.utils.errors import InputError
 
-ASSUMED_VOCAB = {"<u2": 50257, "<u4": 128256}  # GPT-2 and Llama 3, whose layouts they are
-COUNTED = 1 << 24  # tokens of val whose bytes are counted where shards do not say
+ASSUMED_VOCAB = {"<u2": 50257, "<u4": 128256}  # GPT-2 and Llama 3, which these layouts are for
+COUNTED = 1 << 24  # tokens of val whose bytes are counted where meta.json has no count
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Two streams of tokens and what is known about them.
+    """Training and validation tokens, their tokenizer and their size as text.
 
-    ``tokenizer`` is None for shards that name none. ``train_bytes`` and
-    ``val_bytes`` count the UTF-8 the tokens stand for, None where unknown; end-of-
-    text tokens stand for none, so that loss over bytes charges for predicting them.
-    For long shards that do not say, ``val_bytes`` is estimated from the first part.
+    ``tokenizer`` is None for shards that name none. ``train_bytes`` and ``val_bytes``
+    are the UTF-8 bytes that the tokens decode to, None where unknown. End-of-text tokens
+    count as 0 bytes, so that predicting them adds to the bits per byte. For shards without
+    a byte count, ``val_bytes`` is scaled up from the first COUNTED tokens. ``note`` is a
+    remark for the log, such as a tokenizer that could not be loaded.
     """
 
     name: str
@@ -53,19 +49,19 @@ class Corpus:
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Of val: bits per byte are loss / ln 2 / bytes_per_token."""
+        """UTF-8 bytes per token of val: bits per byte are loss / ln 2 / bytes_per_token."""
         return self.val_bytes / len(self.val) if self.val_bytes and len(self.val) else None
 
     def describe(self) -> str:
-        """One line for the head of a log."""
-        parts = [
+        """Return one line for the start of a log: name, tokens, tokenizer, vocabulary."""
+        facts = [
             f"{self.name}: {len(self.train):,} train and {len(self.val):,} val tokens",
             f"tokenizer {self.tokenizer.name if self.tokenizer else 'none'}",
             f"vocabulary {self.vocab_size:,}",
         ]
         if self.bytes_per_token is not None:
-            parts.append(f"{self.bytes_per_token:.2f} bytes/token")
-        return ", ".join(parts + ([self.note] if self.note else []))
+            facts.append(f"{self.bytes_per_token:.2f} bytes/token")
+        return ", ".join(facts + ([self.note] if self.note else []))
 
 
 def load_corpus(
@@ -78,13 +74,21 @@ def load_corpus(
     cache_dir: str | None = None,
     progress: Progress | None = None,
 ) -> Corpus:
-    """Open the corpus at ``path``; empty means the help topics that CPython ships.
+    """Open the corpus at ``path``.
 
-    ``path`` is a .txt, .jsonl or .parquet file, a folder of such files (read in
-    order of name), a .bin shard or a folder of shards. Text is split by tokens: the
-    last ``val_fraction`` validates. Shards with a meta.json know their tokenizer;
-    for others ``tokenizer`` is taken unless it is "byte", and ``vocab_size`` sets
-    the bound on ids. Raises InputError for anything refused.
+    Args:
+        path: a .txt, .jsonl or .parquet file, a folder of such files (read in order of
+            name), a .bin shard or a folder of shards. Empty: the help topics in CPython.
+        tokenizer: see `deeploop.data.tokenizer`. Shards with a meta.json have their own;
+            for other shards "byte" means unknown.
+        text_field: field of a .jsonl record, or column of a .parquet file, with the text.
+        val_fraction: the last tokens of text, or of a single shard, that validate.
+        vocab_size: ids of the model, at least those of the tokenizer; None takes those.
+        cache_dir: folder for tokenised text; None takes `default_cache()`.
+        progress: called as (phase, done, total) while text is tokenised.
+
+    Raises:
+        InputError: a path, tokenizer, shard or number is refused.
     """
     if not 0 < val_fraction < 1:
         raise InputError(f"val_fraction is {val_fraction}; it must lie between 0 and 1")
@@ -114,19 +118,19 @@ def load_corpus(
 
 
 def _count_bytes(stream: TokenStream, tokenizer: Tokenizer) -> int | None:
-    """Bytes ``stream`` stands for, scaled up from its first COUNTED tokens where it has more."""
-    known = tokenizer.byte_lengths()
-    if known is None:
+    """Count the UTF-8 bytes of ``stream``, scaled up from its first COUNTED tokens if longer."""
+    by_id = tokenizer.byte_lengths()
+    if by_id is None:
         return None
-    lengths = np.zeros(max(stream.vocab_size, len(known)), np.int64)  # padding ids are no text
-    lengths[: len(known)] = known
-    part = stream.view(0, min(len(stream), COUNTED))
-    counted = sum(int(lengths[ids].sum()) for ids in part.blocks())
-    return counted * len(stream) // len(part)
+    lengths = np.zeros(max(stream.vocab_size, len(by_id)), np.int64)  # padding ids: 0 bytes
+    lengths[: len(by_id)] = by_id
+    start = stream.view(0, min(len(stream), COUNTED))
+    counted = sum(int(lengths[ids].sum()) for ids in start.blocks())
+    return counted * len(stream) // len(start)
 
 
 def _with_vocab(corpus: Corpus, vocab_size: int) -> Corpus:
-    """The corpus for a model with more rows than its tokenizer has ids (padding)."""
+    """Allow ids up to ``vocab_size``, for a model with more embedding rows than the tokenizer."""
     if vocab_size < corpus.vocab_size:
         raise InputError(
             f"vocab_size is {vocab_size}, below the {corpus.vocab_size} of {corpus.name}'s "
@@ -145,17 +149,17 @@ def _split(
     marks: np.ndarray,
     val_fraction: float,
 ) -> Corpus:
-    """Cut text at a token; ``marks`` int64 [n, 2] says how many bytes lie before a token.
+    """Split text into train and val at a token.
 
-    Between two marks, a few KiB apart, bytes are interpolated.
+    marks: int64 [n, 2], (token, bytes before it) every few KiB; interpolated in between.
     """
-    whole = TokenStream(segments, tokenizer.vocab_size)
-    at = len(whole) - int(len(whole) * val_fraction)
-    train_bytes = round(float(np.interp(at, marks[:, 0], marks[:, 1])))
+    stream = TokenStream(segments, tokenizer.vocab_size)
+    train_tokens = len(stream) - int(len(stream) * val_fraction)
+    train_bytes = round(float(np.interp(train_tokens, marks[:, 0], marks[:, 1])))
     return Corpus(
         name,
-        whole.view(0, at),
-        whole.view(at, len(whole)),
+        stream.view(0, train_tokens),
+        stream.view(train_tokens, len(stream)),
         tokenizer.vocab_size,
         tokenizer,
         train_bytes,
@@ -164,15 +168,15 @@ def _split(
 
 
 def _help_topics(tokenizer: Tokenizer, val_fraction: float) -> Corpus:
-    """Real prose that needs no download: the language reference inside every CPython."""
+    """Tokenise the help topics in every CPython: English prose that needs no download."""
     from pydoc_data.topics import topics
 
     text = "\n".join(topics[key] for key in sorted(topics))
-    parts: list[np.ndarray] = []
-    pieces = (Piece(part, False, 0) for part in split_text([text]))
-    marks = encode_to(tokenizer, pieces, parts.append)
+    ids: list[np.ndarray] = []
+    spans = (TextSpan(span, False, 0) for span in split_text([text]))
+    marks = encode_to(tokenizer, spans, ids.append)
     name = f"Python {platform.python_version()} help topics"
-    return _split(name, [ArraySegment(name, np.concatenate(parts))], tokenizer, marks, val_fraction)
+    return _split(name, [ArraySegment(name, np.concatenate(ids))], tokenizer, marks, val_fraction)
 
 
 def _text_corpus(
@@ -183,20 +187,21 @@ def _text_corpus(
     cache_dir: str | None,
     progress: Progress | None,
 ) -> Corpus:
+    """Tokenise a text file or a folder of them, or read a .txt file's bytes in place."""
     files = text_files(source)
     if isinstance(tokenizer, ByteTokenizer) and [file.suffix for file in files] == [".txt"]:
-        # The file is its own shard: a byte of UTF-8 is a token.
+        # Read in place: each byte of the file is a token.
         size = files[0].stat().st_size
         segment = FileSegment(str(files[0]), 0, "u1", size)
         marks = np.array([[0, 0], [size, size]])
     else:
         root = Path(cache_dir).expanduser() if cache_dir else default_cache()
-        segment, marks = _tokenised(files, tokenizer, text_field, root, progress)
+        segment, marks = tokenise_to_cache(files, tokenizer, text_field, root, progress)
     return _split(source.name, [segment], tokenizer, marks, val_fraction)
 
 
 def _shard_corpus(source: Path, spec: str, val_fraction: float, vocab_size: int | None) -> Corpus:
-    """Shards as they are; a lone one is split like text."""
+    """Open shards in place; a single one is split into train and val like text."""
     shards = open_shards(source)
     tokenizer, note = _shard_tokenizer(source, spec, shards.meta)
     if shards.meta:
@@ -212,8 +217,8 @@ def _shard_corpus(source: Path, spec: str, val_fraction: float, vocab_size: int 
     train = TokenStream(shards.train, vocab)
     val = TokenStream(shards.val, vocab)
     if not shards.val:
-        at = len(train) - int(len(train) * val_fraction)
-        train, val = train.view(0, at), train.view(at, len(train))
+        cut = len(train) - int(len(train) * val_fraction)
+        train, val = train.view(0, cut), train.view(cut, len(train))
     counts = shards.meta.get("bytes", {})
     return Corpus(
         source.name, train, val, vocab, tokenizer, counts.get("train"), counts.get("val"), note
@@ -221,9 +226,9 @@ def _shard_corpus(source: Path, spec: str, val_fraction: float, vocab_size: int 
 
 
 def _shard_tokenizer(source: Path, spec: str, meta: dict[str, Any]) -> tuple[Tokenizer | None, str]:
-    """The tokenizer given, else the one the shards name; and what to say if it cannot be had.
+    """Load the tokenizer of ``spec``, else the one the shards name; and a note if that fails.
 
-    GPT-2's comes with presets and needs a network once, so tokens train without it.
+    Presets name GPT-2's, which needs a network once: without one, shards still train.
     """
     try:
         given = load_tokenizer(spec) if spec != "byte" else None

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from deeploop.data.shards import BLOCK, TokenStream
+from deeploop.data.stream import BLOCK, TokenStream
 from deeploop.utils.errors import InputError
 
 BIGRAM_VOCAB = 4096  # above it the table of pairs would not fit: 4096^2 int64 are 128 MiB
@@ -13,11 +13,12 @@ BIGRAM_VOCAB = 4096  # above it the table of pairs would not fit: 4096^2 int64 a
 def ngram_bits(
     train: TokenStream, val: TokenStream, vocab_size: int, max_tokens: int = 100_000_000
 ) -> tuple[float, float | None]:
-    """Bits per token of val under unigram and bigram counts of train, both add-one.
+    """Return the bits per token of val under unigram and under bigram counts of train.
 
-    What a model must beat to have learnt anything beyond letter frequencies. Both
-    are over the same targets, all of val but its first token. Only the first
-    ``max_tokens`` of each stream are read. The bigram is None above 4096 ids.
+    A model that does not beat them has learnt nothing beyond the frequencies of tokens
+    and pairs. Counts have add-one smoothing. Both are means over the same targets: all
+    tokens of val but the first. Only the first ``max_tokens`` of each stream are read.
+    The bigram is None for vocabularies above BIGRAM_VOCAB.
     """
     pairs = vocab_size <= BIGRAM_VOCAB
     singles = np.zeros(vocab_size, np.int64)
@@ -42,7 +43,7 @@ def ngram_bits(
 
 
 def _overlapping(stream: TokenStream, limit: int) -> Iterator[np.ndarray]:
-    """Blocks that share their ends, so that every pair of neighbours is in exactly one."""
+    """Read blocks that overlap by one token, so that each pair of neighbours is in just one."""
     stop = min(limit, len(stream))
     for start in range(0, stop - 1, BLOCK):
         yield stream.read(start, min(BLOCK + 1, stop - start))

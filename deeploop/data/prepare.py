@@ -5,17 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from deeploop.data.corpus import Corpus, load_corpus
-from deeploop.data.shards import (
-    META,
-    claimed_folder,
-    shard_dtype,
-    write_shard,
-)
+from deeploop.data.shards import META, claimed_folder, shard_dtype, write_shard
 from deeploop.data.token_cache import Progress
 from deeploop.utils.disk import disk_errors, user_path, write_json
 from deeploop.utils.errors import InputError
 
-STAGING = ".staging"  # inside the output folder, where text is tokenised
+STAGING = ".staging"  # cache folder for the tokens of text, inside the output folder
 
 
 def prepare(
@@ -27,13 +22,20 @@ def prepare(
     shard_tokens: int = 100_000_000,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Write the corpus at ``input`` to the folder ``out`` as llm.c shards; returns their meta.
+    """Write the corpus at ``input`` to the folder ``out`` as llm.c shards; returns meta.json.
 
-    The streams are those ``load_corpus`` would give: ``NAME_val_000000.bin``, …
-    hold val, ``NAME_train_000001.bin``, … train, and meta.json, written last, the
-    tokenizer and the counts. A run that was killed is taken up by the next one,
-    which does not tokenise again what was tokenised; until then the folder is
-    marked unfinished and is not read. Raises InputError, also on a full disk.
+    The streams are those of ``load_corpus``: ``NAME_val_000000.bin``, … has val,
+    ``NAME_train_000001.bin``, … has train, and meta.json, written last, names the
+    tokenizer and the counts. After a kill, the same call again completes the folder
+    without tokenising the text a second time; until then the folder is marked
+    unfinished and cannot be trained on.
+
+    Args:
+        input, tokenizer, text_field, val_fraction: as in ``load_corpus``.
+        shard_tokens: tokens of each shard but the last of a split.
+
+    Raises:
+        InputError: for anything refused, and on a full disk.
     """
     if not 1 <= shard_tokens < 1 << 31:
         raise InputError(f"shard_tokens is {shard_tokens}; it must lie in 1 .. 2^31 - 1")
@@ -63,9 +65,9 @@ def _write_corpus(
     done, total = 0, len(corpus.train) + len(corpus.val)
     # Validation first, as in llm.c, for readers that take the first shard for it.
     for split, stream in (("val", corpus.val), ("train", corpus.train)):
-        for part in stream.parts(shard_tokens):
+        for chunk in stream.chunks(shard_tokens):
             names.append(f"{name}_{split}_{len(names):06d}.bin")
-            done += write_shard(folder / names[-1], part.blocks(), shard_dtype(corpus.vocab_size))
+            done += write_shard(folder / names[-1], chunk.blocks(), shard_dtype(corpus.vocab_size))
             if progress:
                 progress("write", done, total)
     meta = {

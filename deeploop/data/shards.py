@@ -1,4 +1,4 @@
-"""Token shards on disk, and streams of tokens over any number of them.
+"""Open, check and write token shards on disk.
 
 Three layouts of ``.bin`` file are read as they are, all little-endian:
 
@@ -11,18 +11,11 @@ nanoGPT               none; only as ``train.bin`` and ``val.bin``  uint16
 ====================  ==========================================  ======
 
 The two llm.c layouts are also what is written: the first when every id fits in
-16 bits, the second otherwise. A headerless file is known by its name alone, so
-that a damaged header is refused rather than read as tokens. (A GPT-2 file cannot
-look like a header by chance: both magics hold a token id above 50256.)
-
-Shards are read with one positioned read per window, not mapped. Nothing is ever
-read whole, and unlike a memory map this keeps no descriptor per shard (a corpus
-of a thousand shards passes the usual limit of 1024), adds nothing to the resident
-set, and turns a file truncated under a running job into a sentence, not SIGBUS.
+16 bits, the second otherwise. A headerless file is recognised by its name alone, so
+that a damaged header is refused rather than read as tokens. (Tokens of GPT-2 cannot
+look like a header by chance: both magics contain a token id above 50256.)
 """
 
-import hashlib
-import io
 import json
 import re
 import shutil
@@ -30,10 +23,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
+from deeploop.data.stream import FileSegment
 from deeploop.utils.disk import atomic_file, exclusive
 from deeploop.utils.errors import InputError
 
@@ -41,180 +35,21 @@ HEADER_INTS = 256
 HEADER_BYTES = 4 * HEADER_INTS
 LAYOUTS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
 HEADERLESS = ("train.bin", "val.bin")
-META = "meta.json"  # written last beside shards: what tokenizer they hold, and how many
-UNFINISHED = ".unfinished"  # stands in a folder for as long as it is being written
-OURS = re.compile(r"_(train|val)_\d{6}\.bin$|^\..*\.tmp$|^meta\.json$")  # what a rerun replaces
+META = "meta.json"  # written last: the shards' names, their tokenizer, vocabulary and counts
+UNFINISHED = ".unfinished"  # marks a folder while it is being written
+REPLACEABLE = re.compile(r"_(train|val)_\d{6}\.bin$|^\..*\.tmp$|^meta\.json$")  # by a rerun
 SPLIT_NAME = re.compile(r"(?<![a-z])(train|val)(?:ing|id|idation)?(?![a-z])", re.IGNORECASE)
-MAX_VOCAB = 1 << 24  # ids a vocabulary may have: no tokenizer comes near, a damaged field does
-BLOCK = 1 << 20  # tokens per read wherever a stream is walked from end to end
-
-
-class Segment(Protocol):
-    """A run of tokens that can be read anywhere."""
-
-    @property
-    def label(self) -> str: ...
-
-    def __len__(self) -> int: ...
-
-    def read(self, start: int, length: int) -> np.ndarray:
-        """Tokens [start, start + length), unsigned, in the segment's own dtype."""
-        ...
-
-
-@dataclass(frozen=True)
-class ArraySegment:
-    """Tokens held in memory: only for corpora that are small by construction."""
-
-    label: str
-    tokens: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def read(self, start: int, length: int) -> np.ndarray:
-        return self.tokens[start : start + length]
-
-
-@dataclass(frozen=True)
-class FileSegment:
-    """``count`` tokens of ``dtype`` in the file ``label``, from byte ``offset`` on."""
-
-    label: str
-    offset: int
-    dtype: str
-    count: int
-
-    def __len__(self) -> int:
-        return self.count
-
-    def read(self, start: int, length: int) -> np.ndarray:
-        size = np.dtype(self.dtype).itemsize
-        buffer = bytearray(length * size)
-        try:
-            # Unbuffered and opened per read: no descriptor outlives the call.
-            with open(self.label, "rb", buffering=0) as file:
-                file.seek(self.offset + start * size)
-                got = _read_fully(file, memoryview(buffer))
-        except OSError as error:
-            raise InputError(
-                f"shard {self.label} can no longer be read ({error.strerror}); restore it"
-            ) from error
-        if got != length * size:
-            raise InputError(
-                f"shard {self.label} ends at token {start + got // size}, short of the "
-                f"{self.count} it held when it was opened; restore the file"
-            )
-        return np.frombuffer(buffer, self.dtype)
-
-
-def _read_fully(file: io.FileIO, view: memoryview) -> int:
-    """Fill ``view``; returns the bytes got, fewer only at the end of the file."""
-    got = 0
-    while got < len(view) and (step := file.readinto(view[got:])):
-        got += step
-    return got
-
-
-class TokenStream:
-    """Tokens [start, stop) of the concatenated ``segments``, read on demand.
-
-    Every id that leaves a stream has been compared with ``vocab_size``: on a GPU
-    an id past the embedding is an opaque device-side assert, here it is a sentence
-    that names the shard, the offset, the id and the vocabulary.
-    """
-
-    def __init__(
-        self, segments: Iterable[Segment], vocab_size: int, start: int = 0, stop: int | None = None
-    ) -> None:
-        self.segments = tuple(segments)
-        self.vocab_size = vocab_size
-        self._ends = np.cumsum([len(segment) for segment in self.segments], dtype=np.int64)
-        total = int(self._ends[-1]) if self.segments else 0
-        self.start = start
-        self.stop = total if stop is None else stop
-        if not 0 <= self.start <= self.stop <= total:
-            raise IndexError(f"view [{start}, {stop}) of a stream of {total} tokens")
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-    def view(self, start: int, stop: int) -> "TokenStream":
-        """Tokens [start, stop) of this stream, as a stream; nothing is read."""
-        return TokenStream(self.segments, self.vocab_size, self.start + start, self.start + stop)
-
-    def read(self, start: int, length: int) -> np.ndarray:
-        """Tokens [start, start + length) as int64, across shard boundaries.
-
-        Raises InputError on an id outside the vocabulary, IndexError outside the
-        stream (negative positions included: they are never counted from the end).
-        """
-        if start < 0 or length < 0 or start + length > len(self):
-            raise IndexError(f"tokens [{start}, {start + length}) of a stream of {len(self)}")
-        out = np.empty(length, np.int64)
-        position, filled = self.start + start, 0
-        index = int(np.searchsorted(self._ends, position, side="right"))
-        while filled < length:
-            segment = self.segments[index]
-            local = position + filled - (int(self._ends[index]) - len(segment))
-            take = min(length - filled, len(segment) - local)
-            tokens = segment.read(local, take)
-            self._check(tokens, segment.label, local)
-            out[filled : filled + take] = tokens
-            filled += take
-            index += 1
-        return out
-
-    def blocks(self, size: int = BLOCK) -> Iterator[np.ndarray]:
-        """The whole stream in order, ``size`` tokens at a time, int64."""
-        for start in range(0, len(self), size):
-            yield self.read(start, min(size, len(self) - start))
-
-    def parts(self, size: int) -> Iterator["TokenStream"]:
-        """Views of ``size`` tokens each (the last may be shorter) that make up the stream."""
-        for start in range(0, len(self), size):
-            yield self.view(start, min(start + size, len(self)))
-
-    def sample_check(self, blocks: int = 64, size: int = 4096) -> None:
-        """Check the ids of ``blocks`` evenly spaced blocks: a wrong tokenizer shows at once.
-
-        What it misses is still caught by ``read``, before it reaches a model.
-        """
-        for _ in self._samples(blocks, size):
-            pass
-
-    def fingerprint(self) -> str:
-        """SHA-256 over evenly spaced blocks: over all of a stream of up to a million tokens."""
-        digest = hashlib.sha256()
-        for ids in self._samples(256, 4096):
-            digest.update(ids.tobytes())
-        return digest.hexdigest()
-
-    def _samples(self, blocks: int, size: int) -> Iterator[np.ndarray]:
-        size = min(size, len(self))
-        for start in np.linspace(0, len(self) - size, blocks, dtype=np.int64):
-            yield self.read(int(start), size)
-
-    def _check(self, tokens: np.ndarray, label: str, offset: int) -> None:
-        if np.iinfo(tokens.dtype).max < self.vocab_size or not len(tokens):
-            return
-        if int(tokens.max()) >= self.vocab_size:
-            at = int(np.argmax(tokens >= self.vocab_size))
-            raise InputError(
-                f"shard {label} has token id {int(tokens[at])} at offset {offset + at}, but "
-                f"vocab_size is {self.vocab_size}: ids must be below it; set the vocab_size "
-                "or tokenizer the shard was written with"
-            )
+MAX_VOCAB = 1 << 24  # ids: far more than any tokenizer has, so a larger number is damage
 
 
 def open_shard(path: Path) -> FileSegment:
-    """A shard of any of the three layouts, its header checked against its size."""
+    """Open a shard of any of the three layouts; its header must agree with the file's size."""
     try:
         with open(path, "rb") as file:
             size = path.stat().st_size
             header = np.frombuffer(file.read(12), "<i4", count=min(3, size // 4))
     except OSError as error:
-        raise InputError(f"shard {path} cannot be read ({error.strerror}); mend that") from error
+        raise InputError(f"shard {path} cannot be read ({error.strerror}); allow that") from error
     if size == 0:
         raise InputError(f"shard {path} is empty; write it again")
     magic = int(header[0]) if len(header) else None
@@ -226,35 +61,35 @@ def open_shard(path: Path) -> FileSegment:
             "files without a header must be called train.bin or val.bin"
         )
     if size % 2:
-        raise InputError(f"shard {path} has {size} bytes, which is no whole number of uint16")
+        raise InputError(f"shard {path} has {size} bytes, not a multiple of the 2 of a uint16")
     return FileSegment(str(path), 0, "<u2", size // 2)
 
 
 def _open_with_header(path: Path, size: int, header: np.ndarray) -> FileSegment:
     if size < HEADER_BYTES:
         raise InputError(
-            f"shard {path} has a torn header: {size} bytes of {HEADER_BYTES}; write it again"
+            f"shard {path} has an incomplete header: {size} bytes of {HEADER_BYTES}; write it again"
         )
     magic, version, tokens = (int(x) for x in header)
     expected, dtype = LAYOUTS[magic]
     if version != expected:
         raise InputError(
-            f"shard {path} has version {version}; magic {magic} is read as version {expected}"
+            f"shard {path} has version {version}; with magic {magic} it must be {expected}"
         )
     if tokens < 1:
         raise InputError(f"shard {path} has ntok {tokens} in its header; it must be at least 1")
-    held = size - HEADER_BYTES
-    if held != tokens * np.dtype(dtype).itemsize:
+    token_bytes = size - HEADER_BYTES
+    if token_bytes != tokens * np.dtype(dtype).itemsize:
         raise InputError(
-            f"shard {path} has ntok {tokens} in its header but {held} bytes of tokens, not "
-            f"{tokens * np.dtype(dtype).itemsize}: it is torn; write or download it again"
+            f"shard {path} has ntok {tokens} in its header but {token_bytes} bytes of tokens, "
+            f"not {tokens * np.dtype(dtype).itemsize}; write or download it again"
         )
     return FileSegment(str(path), HEADER_BYTES, dtype, tokens)
 
 
 @dataclass(frozen=True)
 class ShardSet:
-    """What a file or folder of shards holds; ``meta`` is empty where there is none."""
+    """The shards of a file or folder by split; ``meta`` is empty where there is no meta.json."""
 
     train: list[FileSegment]
     val: list[FileSegment]  # empty for a single shard: the caller splits it
@@ -262,10 +97,10 @@ class ShardSet:
 
 
 def open_shards(path: Path) -> ShardSet:
-    """The shards in a folder (or one file), sorted by name and told apart.
+    """Open the shards of a folder (or one file) in order of name, split into train and val.
 
-    Validation is what has ``val`` as a word of its name (and no ``train`` after it),
-    else the first of several shards, as llm.c and modded-nanogpt have it.
+    A shard is for validation if its name has ``val`` as a word, with no ``train`` after
+    it. Without such a name the first of several shards is, as in llm.c and modded-nanogpt.
     """
     if path.is_file():
         return ShardSet([open_shard(path)], [], {})
@@ -275,7 +110,7 @@ def open_shards(path: Path) -> ShardSet:
     names = sorted(meta.get("shards", ())) or sorted(file.name for file in path.glob("*.bin"))
     for name in names:
         if not (path / name).is_file():
-            raise InputError(f"data folder {path} lacks the shard {name} its {META} lists")
+            raise InputError(f"data folder {path} lacks the shard {name} that its {META} lists")
     shards = [open_shard(path / name) for name in names]
     val = [shard for shard, name in zip(shards, names, strict=True) if _is_val(name)]
     if not val and len(shards) > 1:
@@ -300,11 +135,13 @@ def _read_meta(folder: Path) -> dict[str, Any]:
             return meta
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
-    raise InputError(f"{path} is no shard description this version reads; prepare the data again")
+    raise InputError(
+        f"{path} is not a shard description this version reads; run 'deeploop data' again"
+    )
 
 
 def _is_meta(meta: Any) -> bool:
-    """Whether every field has a value that can be used."""
+    """Return True if every field has a value of the right type and range."""
     names, vocab = meta["shards"], meta["vocab_size"]
     tokenizer, counts = meta.get("tokenizer"), meta.get("bytes", {}).values()
     return (
@@ -318,12 +155,12 @@ def _is_meta(meta: Any) -> bool:
 
 
 def shard_dtype(vocab_size: int) -> str:
-    """The narrower of the two llm.c layouts that holds every id below ``vocab_size``."""
+    """Return the narrower dtype of the two llm.c layouts that fits all ids < ``vocab_size``."""
     return "<u2" if vocab_size <= 1 << 16 else "<u4"
 
 
 def write_shard(path: Path, blocks: Iterable[np.ndarray], dtype: str) -> int:
-    """Write one llm.c shard atomically from blocks of ids; returns how many there were."""
+    """Write one llm.c shard, complete or not at all, from blocks of ids; returns their number."""
     magic, (version, _) = next(item for item in LAYOUTS.items() if item[1][1] == dtype)
     header = np.zeros(HEADER_INTS, "<i4")
     count = 0
@@ -340,10 +177,10 @@ def write_shard(path: Path, blocks: Iterable[np.ndarray], dtype: str) -> int:
 
 @contextmanager
 def claimed_folder(folder: Path) -> Iterator[None]:
-    """Write into ``folder`` alone, leaving it marked unfinished unless all goes well.
+    """Lock ``folder`` for writing, and mark it unfinished until the block inside succeeds.
 
-    It must be new, empty, or left unfinished before: then shards of the earlier
-    attempt are removed. A folder that got no further than its mark is removed too.
+    The folder must be new, empty, or left unfinished by an earlier attempt, whose shards
+    are then removed. Where the block fails before it wrote a file, the folder is removed.
     """
     mark = folder / UNFINISHED
     if folder.exists() and not folder.is_dir():
@@ -353,12 +190,12 @@ def claimed_folder(folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"output folder {folder} cannot be made ({error.strerror})") from error
-    with exclusive(mark, wait=False) as held:
-        if held is False:
+        raise InputError(f"output folder {folder} cannot be created ({error.strerror})") from error
+    with exclusive(mark, wait=False) as locked:
+        if locked is False:
             raise InputError(f"output folder {folder} is being written by another process; wait")
         for old in folder.iterdir():
-            if OURS.search(old.name):
+            if REPLACEABLE.search(old.name):
                 old.unlink()
         try:
             yield

@@ -1,4 +1,6 @@
-"""Text files as documents, documents as pieces, pieces as tokens, in bounded memory.
+"""Read text files as documents, split documents into spans, and encode spans as tokens.
+
+Memory is bounded, whatever the size of a file or document.
 
 The end-of-text id goes before each document. Where a tokenizer has none
 (``byte``) a blank line goes between documents instead, because any byte that
@@ -25,16 +27,16 @@ MAX_LINE = 1 << 28  # bytes of one jsonl record, which must be parsed whole
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A document, or a part of one; ``position`` is how much of the source lies behind it."""
+class TextSpan:
+    """Consecutive text of one document, short enough to encode at once."""
 
     text: str
-    starts: bool
-    position: int
+    starts_document: bool
+    position: int  # bytes of the source read so far, for a progress report
 
 
 def text_files(source: Path) -> list[Path]:
-    """``source`` itself, or the text, jsonl and parquet files of the folder by name."""
+    """List ``source`` itself, or the .txt, .jsonl and .parquet files of the folder by name."""
     try:
         files = sorted(source.iterdir()) if source.is_dir() else [source]
         known = [file for file in files if file.suffix in READERS and file.is_file()]
@@ -42,7 +44,7 @@ def text_files(source: Path) -> list[Path]:
         raise InputError(f"data path {source} cannot be read ({error.strerror})") from error
     if not known:
         raise InputError(
-            f"data path {str(source)!r} is no corpus: give {', '.join(READERS)} or .bin shards, "
+            f"data path {str(source)!r} is not a corpus: give {', '.join(READERS)} or .bin shards, "
             "as a file or as a folder of files"
         )
     for file in known:
@@ -51,22 +53,22 @@ def text_files(source: Path) -> list[Path]:
     return known
 
 
-def read_pieces(files: Iterable[Path], field: str) -> Iterator[Piece]:
-    """Every document of ``files``, in order, in bounded memory."""
-    behind = 0
+def read_spans(files: Iterable[Path], field: str) -> Iterator[TextSpan]:
+    """Read every document of ``files`` in order, as spans."""
+    size_before = 0
     for file in files:
         for chunks, position in READERS[file.suffix](file, field):
             for number, text in enumerate(split_text(chunks)):
-                yield Piece(text, number == 0, behind + position())
-        behind += file.stat().st_size
+                yield TextSpan(text, number == 0, size_before + position())
+        size_before += file.stat().st_size
 
 
-# A document as chunks of text, and how far into the file its reader has come.
+# A document as chunks of text, and a function for the reader's position in its file, in bytes.
 Document = tuple[Iterable[str], Callable[[], int]]
 
 
 def _read_txt(path: Path, field: str) -> Iterator[Document]:
-    """The whole file is one document; line ends are kept as they are."""
+    """Read the file as one document; line ends stay as they are."""
     with open(path, "rb") as raw, io.TextIOWrapper(raw, encoding="utf-8", newline="") as file:
 
         def chunks() -> Iterator[str]:
@@ -82,7 +84,7 @@ def _read_txt(path: Path, field: str) -> Iterator[Document]:
 
 
 def _read_jsonl(path: Path, field: str) -> Iterator[Document]:
-    """One document per line: the string under ``field``; blank lines are skipped."""
+    """Read one document per line: the string under ``field``; blank lines are skipped."""
     with open(path, "rb") as file:
         for number in itertools.count(1):
             line = file.readline(MAX_LINE)
@@ -95,7 +97,7 @@ def _read_jsonl(path: Path, field: str) -> Iterator[Document]:
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise InputError(f"{path} line {number} is not JSON ({error}); mend it") from error
+                raise InputError(f"{path} line {number} is not JSON ({error}); fix it") from error
             text = record.get(field) if isinstance(record, dict) else None
             if not isinstance(text, str):
                 raise InputError(
@@ -106,7 +108,7 @@ def _read_jsonl(path: Path, field: str) -> Iterator[Document]:
 
 
 def _kinds(record: Any) -> str:
-    """What a record is made of, in few words: its type, or its first keys and their types."""
+    """Describe a record by its type, or by its first eight keys and their types."""
     if not isinstance(record, dict):
         return f"a {type(record).__name__}"
     shown = [f"{key[:40]!r} ({type(record[key]).__name__})" for key in list(record)[:8]]
@@ -114,7 +116,7 @@ def _kinds(record: Any) -> str:
 
 
 def _read_parquet(path: Path, field: str) -> Iterator[Document]:
-    """One document per row of the column ``field``; nulls are skipped."""
+    """Read one document per row of the column ``field``; nulls are skipped."""
     require("pyarrow", str(path), what="data path")
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -129,7 +131,7 @@ def _read_parquet(path: Path, field: str) -> Iterator[Document]:
             kind = file.schema_arrow.field(field).type
             plain = kind.value_type if pa.types.is_dictionary(kind) else kind
             if plain not in (pa.string(), pa.large_string()):
-                raise InputError(f"{path} column {field!r} holds {kind}, not strings")
+                raise InputError(f"{path} column {field!r} has type {kind}, not string")
             size, rows, done = path.stat().st_size, max(1, file.metadata.num_rows), 0
             for batch in file.iter_batches(batch_size=256, columns=[field]):
                 done += len(batch)
@@ -147,90 +149,92 @@ def _read_parquet(path: Path, field: str) -> Iterator[Document]:
 READERS = {".txt": _read_txt, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
 
 
-def cut(text: str, start: int, size: int = 4096, reach: int = 1 << 16) -> int:
-    """Where the piece of ``text`` that begins at ``start`` ends.
+def span_end(text: str, start: int, size: int = 4096, reach: int = 1 << 16) -> int:
+    """Return the end of the span of ``text`` that begins at ``start``.
 
-    The cut stands before a single space between two non-spaces, at ``size`` or
-    later: GPT-2's pattern and its descendants part words there anyway, so the
-    pieces encode to exactly the tokens of the whole. It depends on the text alone,
-    never on how it was buffered, provided ``size + reach`` characters (or all that
-    is left) are there to look at. Text with no such space is cut at ``size + reach``.
+    It is the first single space between two non-spaces that is ``size`` characters or
+    more after ``start``. GPT-2's pattern and those derived from it split words there, so
+    that the spans encode to exactly the tokens of the complete text. Without such a space
+    the span ends after ``size + reach`` characters. The end depends on the text alone, not
+    on how it was buffered, if ``text`` has ``size + reach`` characters from ``start`` on or
+    the document ends with it.
     """
     stop = min(len(text), start + size + reach)
-    at = text.find(" ", start + size, stop - 1)
-    while at >= 0:
-        if not text[at - 1].isspace() and not text[at + 1].isspace():
-            return at
-        at = text.find(" ", at + 1, stop - 1)
+    space = text.find(" ", start + size, stop - 1)
+    while space >= 0:
+        if not text[space - 1].isspace() and not text[space + 1].isspace():
+            return space
+        space = text.find(" ", space + 1, stop - 1)
     return stop
 
 
 def split_text(chunks: Iterable[str], size: int = 4096, reach: int = 1 << 16) -> Iterator[str]:
-    """One document, given in chunks of any length, as pieces cut by ``cut``; O(chunk) memory."""
-    held = ""
+    """Split one document, given in chunks of any length, at `span_end`; O(chunk) memory."""
+    buffer = ""
     for chunk in chunks:
-        held, start = held + chunk, 0
-        while len(held) - start >= size + reach:
-            end = cut(held, start, size, reach)
-            yield held[start:end]
+        buffer, start = buffer + chunk, 0
+        while len(buffer) - start >= size + reach:
+            end = span_end(buffer, start, size, reach)
+            yield buffer[start:end]
             start = end
-        held = held[start:]
+        buffer = buffer[start:]
     start = 0
-    while start < len(held):
-        end = cut(held, start, size, reach)
-        yield held[start:end]
+    while start < len(buffer):
+        end = span_end(buffer, start, size, reach)
+        yield buffer[start:end]
         start = end
 
 
-def encode_pieces(
-    tokenizer: Tokenizer, pieces: Iterable[Piece], batch: int = 1 << 20
+def encode_spans(
+    tokenizer: Tokenizer, spans: Iterable[TextSpan], batch: int = 1 << 20
 ) -> Iterator[tuple[np.ndarray, int, int]]:
-    """Encode pieces in order, about ``batch`` characters of text at a time.
+    """Encode spans in order, about ``batch`` characters of text at a time.
 
-    Yields (ids, bytes of UTF-8 they stand for, position) per piece. Before each
-    document comes the end-of-text id, or between documents a blank line where the
-    tokenizer has none; the blank line counts as text, the id as no bytes.
+    Yields (ids, bytes of UTF-8 they decode to, position) per span. Before each document
+    comes the end-of-text id, which counts as 0 bytes. Where the tokenizer has none, a
+    blank line, which counts as text, comes between documents.
     """
     between = "" if tokenizer.eot is not None else SEPARATOR
-    seen = False
-    for group in _batches(pieces, batch):
+    first = True
+    for group in _batches(spans, batch):
         texts = []
-        for piece in group:
-            texts.append((between if piece.starts and seen else "") + piece.text)
-            seen = True
-        for piece, text, ids in zip(group, texts, tokenizer.encode_batch(texts), strict=True):
-            if piece.starts and tokenizer.eot is not None:
+        for span in group:
+            texts.append((between if span.starts_document and not first else "") + span.text)
+            first = False
+        for span, text, ids in zip(group, texts, tokenizer.encode_batch(texts), strict=True):
+            if span.starts_document and tokenizer.eot is not None:
                 ids = np.concatenate([np.array([tokenizer.eot], np.uint32), ids])
-            yield ids, len(clean(text).encode()), piece.position
+            yield ids, len(clean(text).encode()), span.position
 
 
-def _batches(pieces: Iterable[Piece], size: int) -> Iterator[list[Piece]]:
-    group: list[Piece] = []
-    held = 0
-    for piece in pieces:
-        group.append(piece)
-        held += len(piece.text)
-        if held >= size:
+def _batches(spans: Iterable[TextSpan], size: int) -> Iterator[list[TextSpan]]:
+    """Group consecutive spans until each group has ``size`` characters."""
+    group: list[TextSpan] = []
+    characters = 0
+    for span in spans:
+        group.append(span)
+        characters += len(span.text)
+        if characters >= size:
             yield group
-            group, held = [], 0
+            group, characters = [], 0
     if group:
         yield group
 
 
 def encode_to(
     tokenizer: Tokenizer,
-    pieces: Iterable[Piece],
+    spans: Iterable[TextSpan],
     write: Callable[[np.ndarray], Any],
     spacing: int = 4096,
     progress: Callable[[int], None] = lambda done: None,
 ) -> np.ndarray:
-    """Hand the ids of every piece to ``write``.
+    """Encode spans in order and pass the ids of each to ``write``.
 
-    Returns marks, int64 [n, 2]: (tokens, bytes) so far, every ``spacing`` bytes.
+    Returns marks, int64 [n, 2]: (tokens, bytes) from the start on, every ``spacing`` bytes.
     """
     tokens = size = 0
     marks = [(0, 0)]
-    for ids, length, position in encode_pieces(tokenizer, pieces):
+    for ids, length, position in encode_spans(tokenizer, spans):
         write(ids)
         tokens, size = tokens + len(ids), size + length
         if size - marks[-1][1] >= spacing:

@@ -11,11 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from deeploop.data.shards import (
-    FileSegment,
-    shard_dtype,
-)
-from deeploop.data.text import encode_to, read_pieces
+from deeploop.data.shards import shard_dtype
+from deeploop.data.stream import FileSegment
+from deeploop.data.text import encode_to, read_spans
 from deeploop.data.tokenizer import Tokenizer
 from deeploop.utils.disk import disk_errors, exclusive
 from deeploop.utils.errors import InputError
@@ -23,56 +21,68 @@ from deeploop.utils.errors import InputError
 # (phase, done, total); phase is "tokenise", in bytes of source, or "write", in tokens.
 Progress = Callable[[str, int, int], None]
 TOKENS, MARKS = "tokens", "marks.npy"
-CACHE_VERSION = 1  # part of every cache key: raise it when the same text gives other tokens
+CACHE_VERSION = 1  # in every cache key: raise it when the same text gives other tokens
 
 
 def default_cache() -> Path:
-    """Where tokenised text is kept: $XDG_CACHE_HOME/deeploop, or ~/.cache/deeploop."""
+    """Return the folder for tokenised text: $XDG_CACHE_HOME/deeploop, or ~/.cache/deeploop."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deeploop"
 
 
-def _tokenised(
+def tokenise_to_cache(
     files: Sequence[Path],
     tokenizer: Tokenizer,
     text_field: str,
     root: Path,
     progress: Progress | None,
 ) -> tuple[FileSegment, np.ndarray]:
-    """Tokens of ``files`` and their marks, from a cache built by the first process that asks.
+    """Return the tokens of ``files`` and their marks, tokenising them if not cached yet.
 
-    The folder is built under a temporary name and renamed when whole. A lock makes
-    the other ranks of a job wait for the first rather than repeat its work; where
-    there are no locks each builds its own and the first rename wins.
+    The cache is built under a temporary name and renamed when complete. A lock makes the
+    other ranks of a job wait for the first one; on a file system without locks each builds
+    a cache and the first rename wins.
+
+    Args:
+        files: text files, in order.
+        text_field: field or column with the text.
+        root: folder of all caches.
+        progress: called with ("tokenise", bytes done, bytes in total).
+
+    Returns:
+        The tokens, and marks, int64 [n, 2]: (tokens, bytes of UTF-8) from the start on.
+
+    Raises:
+        InputError: a file is refused, or the cache cannot be written or read.
     """
     key = _cache_key(files, tokenizer, text_field)
     final, dtype = root / key, shard_dtype(tokenizer.vocab_size)
     with disk_errors(f"cache folder {root}"):
-        if found := _open_cache(final, dtype):
-            return found
+        if cached := _open_cache(final, dtype):
+            return cached
         root.mkdir(parents=True, exist_ok=True)
-        with exclusive(root / f"{key}.lock") as held:
-            if held:  # then no one else is at work, and what is left over is a dead process's
+        with exclusive(root / f"{key}.lock") as locked:
+            if locked:  # no other process is building, so temporary folders are of dead ones
                 for stale in root.glob(f"{key}.*.tmp"):
                     shutil.rmtree(stale, ignore_errors=True)
-            if not (found := _open_cache(final, dtype)):
+            if not (cached := _open_cache(final, dtype)):
                 work = Path(tempfile.mkdtemp(prefix=f"{key}.", suffix=".tmp", dir=root))
                 try:
                     _build_cache(work / "new", files, tokenizer, text_field, progress)
                     _publish_cache(work, final, dtype)
                 finally:
                     shutil.rmtree(work, ignore_errors=True)
-                found = _open_cache(final, dtype)
-    if not found:
+                cached = _open_cache(final, dtype)
+    if not cached:
         raise InputError(f"cache folder {final} was damaged by another process; run this again")
-    return found
+    return cached
 
 
 def _open_cache(folder: Path, dtype: str) -> tuple[FileSegment, np.ndarray] | None:
-    """Tokens and marks; None where there are none or a part of them was deleted."""
+    """Open a cache's tokens and marks; None where a file is missing, damaged or too short."""
     try:
         marks = np.load(folder / MARKS)
         size = (folder / TOKENS).stat().st_size
-    except PermissionError:  # another user's: not ours to replace
+    except PermissionError:  # of another user: must not be replaced
         raise
     except (OSError, ValueError, EOFError):
         return None
@@ -81,18 +91,19 @@ def _open_cache(folder: Path, dtype: str) -> tuple[FileSegment, np.ndarray] | No
 
 
 def _publish_cache(work: Path, final: Path, dtype: str) -> None:
-    """Rename what was built; a damaged cache of that name makes way, a whole one stays."""
+    """Rename ``work/new`` to ``final``: replaces a damaged cache there, keeps a complete one."""
     if final.exists() and not _open_cache(final, dtype):
-        with contextlib.suppress(FileNotFoundError):  # another process saw it too
+        with contextlib.suppress(FileNotFoundError):  # another process has moved it
             os.rename(final, work / "damaged")
     try:
         os.rename(work / "new", final)
     except OSError:
-        if not _open_cache(final, dtype):  # else another process was first, with the same content
+        if not _open_cache(final, dtype):  # else another process was first, with equal content
             raise
 
 
 def _cache_key(files: Sequence[Path], tokenizer: Tokenizer, text_field: str) -> str:
+    """Hash what the tokens depend on: files (path, size, time), tokenizer and field."""
     stats = [(str(file.resolve()), file.stat()) for file in files]
     facts = [CACHE_VERSION, tokenizer.fingerprint, text_field]
     facts += [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats]
@@ -106,20 +117,20 @@ def _build_cache(
     text_field: str,
     progress: Progress | None,
 ) -> None:
-    """Write the tokens of ``files`` (raw, one file of any size) and their marks to ``folder``."""
+    """Write the tokens of ``files`` (one file, no header) and their marks to a new ``folder``."""
     folder.mkdir()
     dtype = shard_dtype(tokenizer.vocab_size)
     total = sum(file.stat().st_size for file in files)
     with open(folder / TOKENS, "wb") as out:
         marks = encode_to(
             tokenizer,
-            read_pieces(files, text_field),
+            read_spans(files, text_field),
             lambda ids: out.write(ids.astype(dtype).tobytes()),
             spacing=max(4096, total >> 16),
             progress=lambda done: progress("tokenise", done, total) if progress else None,
         )
         out.flush()
-        os.fsync(out.fileno())  # a cache that survives a power cut is whole
+        os.fsync(out.fileno())  # before the rename: a power cut must not leave a hole
     if not marks[-1, 0]:
         raise InputError(f"data path {files[0]} is empty; give a file with text in it")
     np.save(folder / MARKS, marks)

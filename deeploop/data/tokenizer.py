@@ -1,7 +1,7 @@
-"""Text to tokens and back.
+"""Encode text as tokens and decode tokens as text.
 
 ===================  =====================================================  ============
-spec                 what it is                                             needs
+spec                 tokenizer                                              needs
 ===================  =====================================================  ============
 ``byte``             UTF-8 bytes: vocabulary 256, no end-of-text token      nothing
 ``gpt2``             GPT-2's BPE, fetched once and cached by tiktoken       tiktoken
@@ -10,14 +10,14 @@ spec                 what it is                                             need
 ``PATH.json``        any Hugging Face tokenizers file (or its folder)       tokenizers
 ===================  =====================================================  ============
 
-Special tokens are never read out of text: a document that quotes
+Special tokens are never recognised in text: a document that contains
 ``<|endoftext|>`` is encoded as those characters. `deeploop.data.text` puts the
 end-of-text id before each document.
 """
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,11 +33,12 @@ KINDS = "byte, gpt2, gpt2:DIR, gpt2:VOCAB,MERGES or a path to a tokenizer.json"
 
 
 class Tokenizer(Protocol):
-    """What the rest of the package asks of a tokenizer.
+    """The interface of a tokenizer in the other modules.
 
-    ``decode`` never raises: broken UTF-8 and ids past the vocabulary (a padded
-    output layer can sample them) become U+FFFD. ``fingerprint`` differs whenever
-    two tokenizers could encode the same text differently.
+    ``decode`` never raises: invalid UTF-8 and ids outside the vocabulary (a padded output
+    layer can sample them) become U+FFFD. ``fingerprint`` differs between two tokenizers
+    that could encode the same text differently. ``spec`` loads it again, and ``eot`` is
+    the id of the end-of-text token.
     """
 
     name: str
@@ -53,19 +54,19 @@ class Tokenizer(Protocol):
     def decode(self, ids: Iterable[int]) -> str: ...
 
     def byte_lengths(self) -> np.ndarray | None:
-        """UTF-8 bytes each id stands for, int64 [vocab_size]; special tokens stand for none.
+        """Return the UTF-8 bytes each id decodes to, int64 [vocab_size]; special tokens have 0.
 
-        None where that depends on an id's neighbours, as with WordPiece.
+        None where the number depends on the ids around it, as with WordPiece.
         """
         ...
 
     def save(self, folder: Path) -> str:
-        """Put what is needed to reload it into ``folder``; returns the spec from there."""
+        """Write the tokenizer's files to ``folder``; returns the spec that loads it from there."""
         ...
 
 
 def clean(text: str) -> str:
-    """``text`` with lone surrogates (JSON can carry them) replaced, so UTF-8 can hold it."""
+    """Replace lone surrogates, which JSON can contain and UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -87,7 +88,7 @@ class ByteTokenizer:
         return [np.frombuffer(clean(text).encode(), np.uint8) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        # 0xFF occurs nowhere in UTF-8, so an id that is no byte decodes to U+FFFD.
+        # 0xFF never occurs in UTF-8, so an id that is not a byte decodes to U+FFFD.
         return bytes(i if 0 <= i < 256 else 0xFF for i in ids).decode(errors="replace")
 
     def byte_lengths(self) -> np.ndarray | None:
@@ -98,7 +99,7 @@ class ByteTokenizer:
 
 
 class GPT2Tokenizer:
-    """GPT-2's BPE by tiktoken: 50257 tokens, the last of them the end of text."""
+    """GPT-2's BPE in tiktoken: 50257 tokens, the last of them the end of text."""
 
     name = spec = fingerprint = "gpt2"
 
@@ -106,7 +107,7 @@ class GPT2Tokenizer:
         tiktoken = require("tiktoken", "gpt2")
         try:
             self._bpe = tiktoken.get_encoding("gpt2")
-        except Exception as error:  # whatever the network stack raises
+        except Exception as error:  # tiktoken passes on any error of the network
             raise InputError(
                 f"tokenizer 'gpt2' could not be fetched ({type(error).__name__}); connect once, or "
                 "give local files as gpt2:DIR, a folder with vocab.json and merges.txt"
@@ -122,9 +123,9 @@ class GPT2Tokenizer:
         return [np.asarray(row, np.uint32) for row in rows]
 
     def decode(self, ids: Iterable[int]) -> str:
-        known = (i if 0 <= i < self.vocab_size else None for i in ids)
         return b"".join(
-            b"\xff" if i is None else self._bpe.decode_single_token_bytes(i) for i in known
+            self._bpe.decode_single_token_bytes(i) if 0 <= i < self.vocab_size else b"\xff"
+            for i in ids
         ).decode(errors="replace")
 
     def byte_lengths(self) -> np.ndarray | None:
@@ -140,36 +141,36 @@ class FileTokenizer:
     """A ``tokenizers.Tokenizer`` read from local files."""
 
     def __init__(self, inner: Any, spec: str, name: str) -> None:
-        # Text is data: "<|endoftext|>" inside a document must not become the token.
+        # The string "<|endoftext|>" in a document must not become the special token.
         inner.encode_special_tokens = True
         inner.no_truncation()
         inner.no_padding()
         self._inner = inner
         self.name, self.spec = name, spec
-        # The highest id decides, not the number of entries: ids may have holes.
+        # From the highest id, not the number of entries: ids may have gaps.
         self.vocab_size: int = max(inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         if not self.vocab_size:
             raise InputError(f"tokenizer {spec!r} has an empty vocabulary; give another file")
-        found = (inner.token_to_id(name) for name in EOT_NAMES)
-        self.eot: int | None = next((i for i in found if i is not None), None)
+        eot_ids = (inner.token_to_id(name) for name in EOT_NAMES)
+        self.eot: int | None = next((i for i in eot_ids if i is not None), None)
         self.fingerprint = hashlib.sha256(inner.to_str().encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         return self._inner.encode(clean(text), add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        # The fast form, where there is one, leaves out the offsets.
+        # encode_batch_fast, in newer versions, does not compute offsets.
         encode = getattr(self._inner, "encode_batch_fast", self._inner.encode_batch)
         rows = encode([clean(text) for text in texts], add_special_tokens=False)
         return [np.asarray(row.ids, np.uint32) for row in rows]
 
     def decode(self, ids: Iterable[int]) -> str:
-        known = itertools.groupby(map(int, ids), lambda i: 0 <= i < self.vocab_size)
+        runs = itertools.groupby(map(int, ids), lambda i: 0 <= i < self.vocab_size)
         return "".join(
             self._inner.decode(list(run), skip_special_tokens=False)
             if inside
             else REPLACEMENT * len(list(run))
-            for inside, run in known
+            for inside, run in runs
         )
 
     def byte_lengths(self) -> np.ndarray | None:
@@ -190,11 +191,11 @@ class FileTokenizer:
 
 
 def load_tokenizer(spec: str, folder: Path | None = None) -> Tokenizer:
-    """The tokenizer ``spec`` names (see the module's table).
+    """Load the tokenizer of a spec from the table at the top of this module.
 
-    A relative path is looked up in ``folder`` first where one is given: shards
-    carry their tokenizer beside them. Raises InputError where the spec is of no
-    known kind, a file is missing or malformed, or a package is not installed.
+    A relative path is searched in ``folder`` first, if given: shards and runs have their
+    tokenizer's file in their folder. Raises InputError where the spec is of no known kind,
+    a file is missing or malformed, or a package is not installed.
     """
     if spec == "byte":
         return ByteTokenizer()
@@ -211,7 +212,7 @@ def load_tokenizer(spec: str, folder: Path | None = None) -> Tokenizer:
         raise InputError(f"tokenizer {spec!r} is neither a known kind nor a file; give {KINDS}")
     tokenizers = require("tokenizers", spec)
     inner = _parse(spec, lambda: tokenizers.Tokenizer.from_file(str(path)))
-    path = path.resolve()  # the spec is kept in checkpoints: it must hold from anywhere
+    path = path.resolve()  # checkpoints record it: it must be valid in any working directory
     name = path.parent.name if path.stem == "tokenizer" else path.stem
     return FileTokenizer(inner, str(path), name)
 
@@ -231,15 +232,15 @@ def _load_gpt2_files(spec: str) -> FileTokenizer:
 
 
 def _gpt2_paths(spec: str) -> tuple[Path, Path]:
-    """vocab and merges; OpenAI's own names (encoder.json, vocab.bpe) are known too."""
-    where = spec.removeprefix("gpt2:")
-    user_path(where, "tokenizer")
-    if "," in where and not Path(where).is_dir():
-        vocab, _, merges = where.partition(",")
+    """Return the paths of vocabulary and merges; OpenAI's names of them are accepted too."""
+    location = spec.removeprefix("gpt2:")
+    user_path(location, "tokenizer")
+    if "," in location and not Path(location).is_dir():
+        vocab, _, merges = location.partition(",")
         pairs = [(Path(vocab.strip()), Path(merges.strip()))]
     else:
         names = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
-        pairs = [(Path(where, vocab), Path(where, merges)) for vocab, merges in names]
+        pairs = [(Path(location, vocab), Path(location, merges)) for vocab, merges in names]
     for pair in pairs:
         if all(path.is_file() for path in pair):
             return pair
@@ -247,7 +248,8 @@ def _gpt2_paths(spec: str) -> tuple[Path, Path]:
     raise InputError(f"tokenizer {spec!r} needs the file {missing}, which does not exist")
 
 
-def _parse(spec: str, load: Any) -> Any:
+def _parse(spec: str, load: Callable[[], Any]) -> Any:
+    """Call ``load``; raises InputError, naming the spec, where the file is malformed."""
     try:
         return load()
     except Exception as error:  # the Rust library raises bare Exception
@@ -258,6 +260,7 @@ def _parse(spec: str, load: Any) -> Any:
 
 
 def require(package: str, spec: str, what: str = "tokenizer") -> Any:
+    """Import an optional package; raises InputError with the install command if absent."""
     try:
         return __import__(package)
     except ImportError as error:

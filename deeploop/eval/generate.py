@@ -1,4 +1,4 @@
-"""Sampling from a trained model, with keys and values cached per visit."""
+"""Sample text from a trained model, with keys and values cached per visit."""
 
 import math
 from pathlib import Path
@@ -16,26 +16,26 @@ from deeploop.utils.disk import user_path
 from deeploop.utils.errors import InputError
 
 
-def load_model(path: str, device: str = "cpu") -> tuple[LoopLM, checkpoint.Checkpoint]:
-    """The model of a run folder or checkpoint, in eval mode, and where it was found."""
-    found = checkpoint.find(path)
-    model = LoopLM(found.config.model)
-    checkpoint.load_model(found, model)
-    return model.to(device).eval(), found
+def load_run(path: str, device: str = "cpu") -> tuple[LoopLM, checkpoint.Checkpoint]:
+    """Load the model of a run's folder or of a checkpoint, in eval mode; return both."""
+    ckpt = checkpoint.find(path)
+    model = LoopLM(ckpt.config.model)
+    checkpoint.load_weights(ckpt, model)
+    return model.to(device).eval(), ckpt
 
 
 def load_run_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer a run was trained with; raises InputError where it had none."""
+    """Load the tokenizer a run was trained with; raises InputError where it had none."""
     spec = read_corpus_file(folder).get("tokenizer")
     if spec is None:
         raise InputError(
-            f"run {folder}: its token shards named no tokenizer, so text has no tokens"
+            f"run {folder}: its token shards name no tokenizer, so text cannot be encoded"
         )
     return load_tokenizer(spec, folder)
 
 
 @torch.no_grad()
-@torch.compiler.set_stance("force_eager")  # a graph for each slot and length would be compiled
+@torch.compiler.set_stance("force_eager")  # else one graph per cache slot and length is compiled
 def sample(
     model: LoopLM,
     prompt: Tensor,
@@ -47,11 +47,23 @@ def sample(
     seed: int = 0,
     stop: int | None = None,
 ) -> Tensor:
-    """Continue a prompt: int64 [B, T] -> [B, T + new_tokens] (fewer where all hit `stop`).
+    """Continue a prompt by up to `new_tokens` tokens.
 
-    temperature 0 is greedy; top_k 0 keeps the whole vocabulary. The model sees
-    at most its training length: when the cache is full, the newest half of it is
-    read again from position 0. Raises InputError on an empty prompt or loops < 1.
+    Args:
+        prompt: int64 [B, T].
+        temperature: 0 takes the most likely token.
+        top_k: draw among the k most likely tokens; 0 draws among all.
+        loops: loops to run; None runs those of training.
+        seed: of the draws.
+        stop: end-of-text token; sampling ends early once every row has drawn it.
+
+    Returns:
+        int64 [B, T + new_tokens], or shorter after `stop`. The model sees at most
+        `seq_len` tokens: when the cache is full, the newest half of the window is read
+        again from position 0.
+
+    Raises:
+        InputError: the prompt is empty, or loops < 1.
     """
     if prompt.shape[1] < 1:
         raise InputError("prompt: is empty; give at least one token")
@@ -74,14 +86,14 @@ def sample(
 
 
 def _pick(logits: Tensor, temperature: float, top_k: int, draw: torch.Generator) -> Tensor:
-    """One token a row: logits [B, vocab] -> int64 [B, 1]."""
-    if temperature < torch.finfo(torch.float32).tiny:  # 0, or what float32 takes for it
+    """Draw one token per row: logits [B, vocab] -> int64 [B, 1]."""
+    if temperature < torch.finfo(torch.float32).tiny:  # 0, or rounded to it in float32
         return logits.argmax(-1, keepdim=True)
     if 0 < top_k < logits.shape[-1]:
         floor = logits.topk(top_k).values[:, -1:]
         logits = logits.masked_fill(logits < floor, -torch.inf)
-    ahead = logits - logits.max(-1, keepdim=True).values  # so that no temperature overflows
-    return torch.multinomial((ahead / temperature).softmax(-1), 1, generator=draw)
+    shifted = logits - logits.max(-1, keepdim=True).values  # so that no temperature overflows
+    return torch.multinomial((shifted / temperature).softmax(-1), 1, generator=draw)
 
 
 def continue_text(
@@ -95,9 +107,14 @@ def continue_text(
     seed: int = 0,
     device: str = "auto",
 ) -> list[str]:
-    """`num_samples` continuations of a prompt by the model of a run; see `sample`.
+    """Return `num_samples` texts that begin with the prompt and that a run's model continues.
 
-    `prompt` may be FILE:path. Raises InputError for an empty prompt, a token the
+    Args:
+        run: a run's folder or a checkpoint.
+        prompt: text, or FILE:path to read it from a file.
+        loops: loops to run; 0 runs those of training.
+
+    The others are those of `sample`. Raises InputError for an empty prompt, a token the
     model has no embedding for, or numbers out of range.
     """
     limits = {
@@ -111,21 +128,17 @@ def continue_text(
     for name, (value, least, most) in limits.items():
         if not least <= value <= most:
             raise InputError(f"{name}={value}: must lie between {least} and {most}")
-    if prompt.startswith("FILE:"):
-        try:
-            prompt = user_path(prompt[5:], "prompt file").read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"prompt file {prompt[5:]!r}: could not be read ({error})") from error
-    where = pick_device(device)
-    model, found = load_model(run, str(where))
-    tokenizer = load_run_tokenizer(found.run)
+    prompt = _read_prompt(prompt)
+    torch_device = pick_device(device)
+    model, ckpt = load_run(run, str(torch_device))
+    tokenizer = load_run_tokenizer(ckpt.run)
     ids = tokenizer.encode(prompt)
     if ids and max(ids) >= model.config.vocab_size:
         raise InputError(
             f"prompt: token {max(ids)} is outside the model's vocabulary of "
             f"{model.config.vocab_size}"
         )
-    start = torch.tensor([ids], dtype=torch.long, device=where).repeat(num_samples, 1)
+    start = torch.tensor([ids], dtype=torch.long, device=torch_device).repeat(num_samples, 1)
     out = sample(
         model,
         start,
@@ -138,10 +151,23 @@ def continue_text(
     )
     rows = out.tolist()
     if tokenizer.eot is not None:
-        rows = [_until(row, len(ids), tokenizer.eot) for row in rows]
+        rows = [cut_after_stop(row, len(ids), tokenizer.eot) for row in rows]
     return [tokenizer.decode(row) for row in rows]
 
 
-def _until(row: list[int], start: int, stop: int) -> list[int]:
-    """The row up to the first `stop` behind its prompt: a batch goes on until all have one."""
+def _read_prompt(prompt: str) -> str:
+    """Return the prompt, read from the file where it is FILE:path."""
+    if not prompt.startswith("FILE:"):
+        return prompt
+    try:
+        return user_path(prompt[5:], "prompt file").read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"prompt file {prompt[5:]!r}: could not be read ({error})") from error
+
+
+def cut_after_stop(row: list[int], start: int, stop: int) -> list[int]:
+    """Drop the tokens from the first `stop` at or after position `start`, the prompt's length.
+
+    A batch is sampled until every row has a `stop`, so some rows continue after theirs.
+    """
     return row[: row.index(stop, start)] if stop in row[start:] else row

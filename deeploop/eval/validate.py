@@ -1,4 +1,4 @@
-"""Held-out loss, in nats per token and in bits per byte."""
+"""Compute held-out loss in nats per token and in bits per byte."""
 
 import math
 
@@ -21,14 +21,18 @@ def validate(
     tokens: int = 0,
     ranks: Ranks = Ranks(),  # noqa: B008
 ) -> float:
-    """Mean cross-entropy in nats per held-out token, `batch` sequences a forward.
+    """Return the mean cross-entropy in nats per held-out token.
 
-    Every token but the first is a target once, in windows of `seq_len` without
-    overlap; `tokens` > 0 stops after about so many. Ranks take turns at the batches.
+    Args:
+        batch: sequences per forward pass.
+        precision: "bf16" or "fp32".
+        tokens: stop after about so many tokens; 0 reads all of `corpus.val`.
+        ranks: the batches are dealt out to these in turn, and every rank returns the mean.
 
-    Experts take all their tokens: a capacity would make a token's loss depend on the
-    tokens behind it, on the other sequences of its batch and on padding. (LOOM's
-    released code keeps its capacity here.)
+    Every token but the first is a target once, in windows of `seq_len` without overlap.
+    No expert drops a token: a capacity would make a token's loss depend on later tokens,
+    on the other sequences of its batch and on padding. (LOOM's released code keeps its
+    capacity in validation.)
     """
     seq_len = model.config.seq_len
     device = model.embed_tokens.weight.device
@@ -39,9 +43,9 @@ def validate(
     model.eval()
     batches = val_batches(corpus.val, batch=batch, seq_len=seq_len, max_batches=limit)
     try:
-        for turn, (inputs, targets) in enumerate(batches):
+        for index, (inputs, targets) in enumerate(batches):
             count += int((targets != IGNORE).sum())
-            if turn % ranks.world != ranks.rank:
+            if index % ranks.world != ranks.rank:
                 continue
             with autocast(device, precision):
                 n = model(inputs.to(device))
@@ -53,6 +57,6 @@ def validate(
 
 
 def bits_per_byte(nats_per_token: float, corpus: Corpus) -> float | None:
-    """Bits per UTF-8 byte, None where the corpus does not know its bytes."""
+    """Convert nats per token to bits per UTF-8 byte; None where the corpus has no byte count."""
     per_token = corpus.bytes_per_token
     return None if per_token is None else nats_per_token / math.log(2) / per_token

@@ -135,7 +135,7 @@ class LoopLM(nn.Module):
             e = self.embed(tokens)
             rope = self.rope(tokens, cache, autocast_dtype(e))
         if state is None or (rule.uses_input and self.prelude):
-            start = self._start(e, rope, cache, on_visit)
+            start = self._start(e, rope, core[loops.start][0].gain_in, cache, on_visit)
             e, s = start.h, start if state is None else state
         else:
             s = state
@@ -181,6 +181,7 @@ class LoopLM(nn.Module):
         self,
         e: Tensor,
         rope: tuple[Tensor, Tensor],
+        next_gain: Tensor | None,
         cache: KVCache | None,
         on_visit: OnVisit | None,
     ) -> LoopState:
@@ -190,7 +191,7 @@ class LoopLM(nn.Module):
             return s
         n = F.rms_norm(e, e.shape[-1:], self.prelude[0].gain_in, self.config.norm_eps)
         s = s._replace(n=n.to(autocast_dtype(e)))
-        for visit in visits(self.prelude, None, 0, self.sublayers[0].gain_in):
+        for visit in visits(self.prelude, None, 0, next_gain):
             s = self._visit(s, visit, rope, cache, on_visit)
         return s
 

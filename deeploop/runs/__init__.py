@@ -1,0 +1,1 @@
+"""Read and write the folder of a run: configuration, metrics, checkpoints, plots."""

@@ -1,11 +1,11 @@
-"""Checkpoints: whole or absent, and enough to go on bit for bit.
+"""Save and load checkpoints from which training continues bit for bit.
 
 A checkpoint is a folder `step_000100` of a run's `checkpoints/`: the weights
-(model.safetensors), the optimizer (optimizer.pt) and its place (state.json: step,
-configuration and the SHA-256 of the other two). It is written under a temporary
-name and renamed when it is on disk, so that a kill leaves the last one. There is no
-RNG or loader state: the data order is a pure function of (seed, step) and nothing
-else is drawn.
+(model.safetensors), the optimizer's state (optimizer.pt) and state.json: step,
+configuration and the SHA-256 of the other two files. It is written under a temporary
+name and renamed when it is on disk, so that a killed process leaves complete checkpoints
+only. There is no RNG or loader state: the data order is a pure function of (seed, step),
+and training draws no other random numbers.
 """
 
 import hashlib
@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from deeploop.config import Config
+from deeploop.config.renames import renamed_weights
 from deeploop.utils.disk import disk_errors, user_path
 from deeploop.utils.errors import InputError
 
@@ -32,7 +33,7 @@ MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.pt", "state.json"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint: where it is, how far it got, what it is of, its files' SHA-256."""
+    """A checkpoint's folder, its step, its configuration and the SHA-256 of its files by name."""
 
     path: Path
     step: int
@@ -41,13 +42,14 @@ class Checkpoint:
 
     @property
     def run(self) -> Path:
+        """The folder of the run it belongs to."""
         return self.path.parent.parent
 
 
 def save(
     run: Path, step: int, config: Config, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Path:
-    """Write `run/checkpoints/step_NNNNNN`; an existing one of this step is kept.
+    """Write `run/checkpoints/step_NNNNNN` and return it; an existing one of this step stays.
 
     Raises InputError, with nothing left behind, where the disk is full.
     """
@@ -62,7 +64,7 @@ def save(
             work.rename(final)
             _sync(final.parent)
         except (SafetensorError, RuntimeError) as error:
-            # What safetensors and torch make of a write that failed.
+            # safetensors and torch raise these where a write failed.
             raise InputError(
                 f"checkpoint {final} could not be written ({str(error).splitlines()[0]}); "
                 "free some space or choose another train.out"
@@ -101,35 +103,35 @@ def _sync(path: Path) -> None:
 
 
 def prune(run: Path, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints (0 keeps all) and what kills left half done."""
+    """Delete all but the newest `keep` checkpoints (0 keeps all) and incomplete ones."""
     for old in steps(run)[:-keep] if keep else []:
-        old.rename(old.with_name(f".{old.name}.old"))  # so that it, too, is whole or absent
-    for part in (run / "checkpoints").glob(".step_*"):
-        shutil.rmtree(part)
+        old.rename(old.with_name(f".{old.name}.old"))  # a kill while deleting leaves no step_*
+    for incomplete in (run / "checkpoints").glob(".step_*"):
+        shutil.rmtree(incomplete)
 
 
 def steps(run: Path) -> list[Path]:
-    """A run's whole checkpoints, oldest first."""
-    found = (run / "checkpoints").glob("step_*")
-    whole = (path for path in found if re.fullmatch(r"step_\d+", path.name))
-    return sorted(whole, key=lambda path: int(path.name.split("_")[1]))
+    """List the folders of a run's complete checkpoints, oldest first."""
+    folders = (run / "checkpoints").glob("step_*")
+    complete = (path for path in folders if re.fullmatch(r"step_\d+", path.name))
+    return sorted(complete, key=lambda path: int(path.name.split("_")[1]))
 
 
 def find(path: str) -> Checkpoint:
-    """The checkpoint at `path`: a step_* folder, or a run folder's newest.
+    """Open the checkpoint at `path`: a step_* folder, or the newest of a run's folder.
 
-    Raises InputError where there is none or it is torn.
+    Raises InputError where there is none, or its state.json is not readable.
     """
     folder = user_path(path, "run")
     if not path or not (folder / STATE).exists():
         if not path or not folder.is_dir():
             raise InputError(f"run {path!r}: no such folder; give a run folder or a checkpoint")
-        found = steps(folder)
-        if not found:
-            raise InputError(f"run {path!r}: holds no checkpoint; give the folder of a run")
-        folder = found[-1]
+        saved = steps(folder)
+        if not saved:
+            raise InputError(f"run {path!r}: has no checkpoint; give the folder of a run")
+        folder = saved[-1]
     else:
-        folder = folder.resolve()  # its run is two folders up, whatever it was called
+        folder = folder.resolve()  # a path such as "." does not show the run two folders up
     try:
         state = json.loads((folder / STATE).read_text())
         config = Config.from_json(json.dumps(state["config"]))
@@ -140,51 +142,62 @@ def find(path: str) -> Checkpoint:
         raise InputError(f"checkpoint {folder}: {error}") from error
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         reason = f"no {error}" if isinstance(error, KeyError) else error
-        raise _misfit(folder, STATE, f"is not readable ({reason})") from error
+        raise _unusable(folder, STATE, f"is not readable ({reason})") from error
     return Checkpoint(folder, step, config, sha256)
 
 
-def load_model(checkpoint: Checkpoint, model: nn.Module) -> None:
-    """Fill `model` from the checkpoint; raises InputError where the weights do not fit."""
-    _check_whole(checkpoint, MODEL)
+def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
+    """Copy the checkpoint's weights into `model`.
+
+    Raises InputError where the file is damaged, or its names and shapes are not the model's.
+    """
+    _check_digest(checkpoint, MODEL)
     try:
-        model.load_state_dict(load_file(checkpoint.path / MODEL))
+        weights = renamed_weights(load_file(checkpoint.path / MODEL))
+        model.load_state_dict(weights)
     except (RuntimeError, OSError, SafetensorError) as error:
-        raise _misfit(checkpoint.path, MODEL, f"does not fit ({_last_line(error)})") from error
+        reason = f"does not fit ({_last_line(error)})"
+        raise _unusable(checkpoint.path, MODEL, reason) from error
 
 
 def load_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) -> None:
-    """Fill `optimizer` from the checkpoint; raises InputError where it does not fit.
+    """Copy the checkpoint's moments and step counts into `optimizer`.
 
-    Its own decay and betas stay: a run may go on with others.
+    `optimizer` keeps its weight decay and betas, because a resumed run may set others.
+    Raises InputError where the file is damaged or does not fit the parameters.
     """
-    _check_whole(checkpoint, OPTIMIZER)
-    own = [{name: g[name] for name in ("weight_decay", "betas")} for g in optimizer.param_groups]
+    _check_digest(checkpoint, OPTIMIZER)
+    settings = [{name: g[name] for name in ("weight_decay", "betas")}
+                for g in optimizer.param_groups]  # fmt: skip
     try:
         state: dict[str, Any] = torch.load(
             checkpoint.path / OPTIMIZER, map_location="cpu", weights_only=True
         )
         optimizer.load_state_dict(state)
     except (RuntimeError, OSError, ValueError, EOFError, UnpicklingError) as error:
-        raise _misfit(checkpoint.path, OPTIMIZER, f"does not fit ({_last_line(error)})") from error
-    for group, kept in zip(optimizer.param_groups, own, strict=True):
-        group |= kept
+        reason = f"does not fit ({_last_line(error)})"
+        raise _unusable(checkpoint.path, OPTIMIZER, reason) from error
+    for group, setting in zip(optimizer.param_groups, settings, strict=True):
+        group |= setting
 
 
-def _check_whole(checkpoint: Checkpoint, name: str) -> None:
+def _check_digest(checkpoint: Checkpoint, name: str) -> None:
+    """Raise InputError unless the file has the SHA-256 that was recorded when it was saved."""
     try:
-        found = _sha256(checkpoint.path / name)
+        digest = _sha256(checkpoint.path / name)
     except OSError as error:
         reason = f"is not readable ({error.strerror})"
-        raise _misfit(checkpoint.path, name, reason) from error
-    if found != checkpoint.sha256.get(name):
-        raise _misfit(checkpoint.path, name, "is damaged: not the bytes that were saved")
+        raise _unusable(checkpoint.path, name, reason) from error
+    if digest != checkpoint.sha256.get(name):
+        raise _unusable(checkpoint.path, name, "is damaged: not the bytes that were saved")
 
 
 def _last_line(error: Exception) -> str:
-    """torch lists every mismatch on a line of its own; the last says enough."""
+    """Return the last line of an error: torch lists each mismatch on its own line."""
     return (str(error) or type(error).__name__).splitlines()[-1].strip()
 
 
-def _misfit(folder: Path, name: str, what: str) -> InputError:
-    return InputError(f"checkpoint {folder}: {name} {what}; restore it, or use another checkpoint")
+def _unusable(folder: Path, name: str, reason: str) -> InputError:
+    return InputError(
+        f"checkpoint {folder}: {name} {reason}; restore it, or use another checkpoint"
+    )

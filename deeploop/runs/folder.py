@@ -1,12 +1,6 @@
-"""A run's folder: what is written beside the checkpoints, and the live progress line.
+"""Choose and lock a run's folder; write and read config.json and corpus.json in it.
 
-config.json     the resolved configuration
-corpus.json     the corpus, its tokenizer and its n-gram floors
-metrics.jsonl   a line each log_every steps and each validation
-summary.json    the end of the run, or of its newest part
-loss.png        training and held-out loss
-loops.png       the stream, and the experts' loads, loop by loop
-checkpoints/    see deeploop.runs.checkpoint
+README.md beside this file lists the other files of a run.
 """
 
 import contextlib
@@ -23,7 +17,7 @@ from deeploop.utils.errors import InputError
 
 
 def choose_run_folder(config: Config) -> Path:
-    """The folder of a new run, not made yet; raises InputError where it holds something."""
+    """Return the folder of a new run, not created yet; raises InputError if it is not empty."""
     name = config.train.out or f"runs/{config.preset}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = user_path(name, "train.out")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -34,25 +28,28 @@ def choose_run_folder(config: Config) -> Path:
 
 @contextlib.contextmanager
 def lock_run_folder(folder: Path, new: bool) -> Iterator[None]:
-    """Hold a run's folder, made where there is none, alone among processes.
+    """Create a run's folder if absent, and lock it against other processes.
 
-    Raises InputError where it cannot be made, or another run is or has been there.
+    Raises InputError where it cannot be created, another process writes to it, or it
+    should be `new` and is not empty.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"train.out={str(folder)!r}: cannot be made ({error.strerror})") from error
-    with exclusive(folder, wait=False) as held:
-        if held is False or (new and any(folder.iterdir())):
+        raise InputError(
+            f"train.out={str(folder)!r}: cannot be created ({error.strerror})"
+        ) from error
+    with exclusive(folder, wait=False) as locked:
+        if locked is False or (new and any(folder.iterdir())):
             raise InputError(
-                f"train.out={str(folder)!r}: another process has begun a run there; "
+                f"train.out={str(folder)!r}: another process has started a run in it; "
                 "wait for it or choose another folder"
             )
         yield
 
 
 def read_corpus_file(folder: Path) -> dict[str, Any]:
-    """corpus.json of a run; raises InputError where it is missing or torn."""
+    """Read corpus.json of a run; raises InputError where it is missing or damaged."""
     try:
         return dict(json.loads((folder / "corpus.json").read_text()))
     except (OSError, ValueError, TypeError) as error:
@@ -60,7 +57,10 @@ def read_corpus_file(folder: Path) -> dict[str, Any]:
 
 
 def corpus_identity(corpus: Corpus) -> dict[str, Any]:
-    """What tells a corpus from another, or from itself after a change."""
+    """Return token counts and fingerprints: they differ where two corpora differ.
+
+    A resumed run compares them with those of its corpus.json.
+    """
     return {
         "train_tokens": len(corpus.train),
         "val_tokens": len(corpus.val),
@@ -69,7 +69,10 @@ def corpus_identity(corpus: Corpus) -> dict[str, Any]:
 
 
 def write_run_files(folder: Path, config: Config, corpus: Corpus, floors: dict[str, float]) -> None:
-    """Write what the run is of: config.json and corpus.json, and the tokenizer's files."""
+    """Write config.json, corpus.json and the tokenizer's files.
+
+    floors: by name, the nats per held-out token that n-gram counts reach.
+    """
     with disk_errors(f"run folder {folder}"):
         spec = corpus.tokenizer.save(folder) if corpus.tokenizer else None
         write_text(folder / "config.json", config.to_json())

@@ -1,4 +1,4 @@
-"""Write and read metrics.jsonl, the figures of a run line by line."""
+"""Write and read metrics.jsonl: one line of figures per logged step and per validation."""
 
 import json
 from pathlib import Path
@@ -9,33 +9,40 @@ from deeploop.utils.errors import InputError
 
 
 class MetricsFile:
-    """metrics.jsonl: one JSON object a line, flushed as it is written; by one rank alone."""
+    """Append to a run's metrics.jsonl, one JSON object per line, on disk when `write` returns."""
 
     def __init__(self, folder: Path, start: int, write: bool = True):
-        """Keep the lines up to step `start`; what came later is trained again."""
-        self.path, self.on = folder / "metrics.jsonl", write
+        """Open the file and remove the lines after step `start`, whose steps are trained again.
+
+        `write` is False on every rank but the main one: nothing is written there.
+        """
+        self.path, self.enabled = folder / "metrics.jsonl", write
         if not write:
             return
-        kept = [line for line in self.read() if line["step"] <= start]
-        write_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
+        past = [line for line in self.read() if line["step"] <= start]
+        write_text(self.path, "".join(json.dumps(line) + "\n" for line in past))
 
     def write(self, **values: Any) -> None:
-        if not self.on:
+        """Append a line of figures; `step` must be among them."""
+        if not self.enabled:
             return
         with disk_errors(str(self.path)), self.path.open("a") as file:
             file.write(json.dumps(values) + "\n")
 
     def read(self) -> list[dict[str, Any]]:
-        """Every line but one that a kill or a full disk has torn; InputError where unreadable."""
+        """Return every complete line: a killed process or a full disk may leave half a last one.
+
+        Raises InputError where a line is not a JSON object with a number `step`.
+        """
         if not self.path.exists():
             return []
         lines: list[dict[str, Any]] = []
         try:
             for line in self.path.read_bytes().split(b"\n")[:-1]:
                 lines.append(json.loads(line))
-                lines[-1]["step"] += 0  # there, and a number
+                lines[-1]["step"] += 0  # raises unless it exists and is a number
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise InputError(
-                f"{self.path}: line {len(lines) + 1} is not readable ({error}); mend or delete it"
+                f"{self.path}: line {len(lines) + 1} is not readable ({error}); fix or delete it"
             ) from error
         return lines

@@ -4,23 +4,25 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
+from deeploop.utils.console import say
 
-class _Rest(ProgressColumn):
-    """What the trainer last reported, and the time the rest takes at the measured speed."""
+
+class _Report(ProgressColumn):
+    """Show the trainer's last report: loss, speed and the time left."""
 
     def render(self, task: Task) -> Text:
         return Text(task.fields.get("report", ""), no_wrap=True, overflow="ellipsis")
 
 
 class ProgressBar:
-    """The progress line: a live one in a terminal, a plain line a report elsewhere."""
+    """Print one line of progress; use it as a context manager around the training loop."""
 
     def __init__(self, console: Console, steps: int, start: int):
         self.console = console
         self.bar = Progress(
             TextColumn("step {task.completed:>6}/{task.total}"),
             BarColumn(bar_width=8),
-            _Rest(),
+            _Report(),
             console=console,
             disable=not console.is_terminal,
             refresh_per_second=4,
@@ -36,12 +38,15 @@ class ProgressBar:
         self.bar.stop()
 
     def step(self, step: int) -> None:
+        """Advance the bar to `step`."""
         self.bar.update(self.task, completed=step)
 
     def report(self, step: int, text: str) -> None:
+        """Show the figures of a step."""
         self.bar.update(self.task, completed=step, report=text)
         if not self.console.is_terminal:
             self.say(f"step {step:>6}/{self.steps} {text}")
 
     def say(self, text: str) -> None:
-        self.bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        """Print a line above the bar."""
+        say(self.bar.console, text)

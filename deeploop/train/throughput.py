@@ -4,49 +4,53 @@ import contextlib
 import time
 from collections.abc import Iterator
 
-WARM = 10  # first steps left out of the overall speed: allocation, caches, compilation
+WARMUP_STEPS = 10  # left out of the overall rate: allocation, caches, compilation
 
 
-class Speed:
-    """Tokens per second, without the time spent validating and saving.
+class Throughput:
+    """Measure tokens per second, without the time spent validating and saving.
 
-    Counting a step does not wait for the device; asking for a rate is only
-    meaningful after something did (reading the loss).
+    Counting a step does not wait for the device. Ask for a rate only after something
+    has waited for it, such as reading the loss.
     """
 
     def __init__(self, tokens: int):
-        self.tokens = tokens  # a step
+        self.tokens = tokens  # of one step, over all ranks
         self.steps = 0
         self.start()
 
     def start(self) -> None:
-        self.began = self.mark = time.perf_counter()
-        self.marked = 0
+        """Start the clock."""
+        self.warm_time = self.last_time = time.perf_counter()
+        self.last_steps = 0  # counted at `last_time`, the last call of `rate`
 
     def count(self) -> None:
+        """Count one step."""
         self.steps += 1
-        if self.steps == WARM:
-            self.began = time.perf_counter()
+        if self.steps == WARMUP_STEPS:
+            self.warm_time = time.perf_counter()
 
     def rate(self) -> float:
-        """Since the last call."""
+        """Return tokens per second since the last call."""
         now = time.perf_counter()
-        rate = (self.steps - self.marked) * self.tokens / (now - self.mark)
-        self.mark, self.marked = now, self.steps
+        rate = (self.steps - self.last_steps) * self.tokens / (now - self.last_time)
+        self.last_time, self.last_steps = now, self.steps
         return rate
 
     def overall(self) -> float | None:
-        """Since the warm-up steps; None where there were no more than those."""
-        counted = self.steps - WARM
-        return counted * self.tokens / (self.end - self.began) if counted > 0 else None
+        """Return tokens per second from the warm-up steps to `stop`; None if no step came after."""
+        counted = self.steps - WARMUP_STEPS
+        return counted * self.tokens / (self.end - self.warm_time) if counted > 0 else None
 
     def stop(self) -> None:
+        """Stop the clock."""
         self.end = time.perf_counter()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
+        """Leave the time of the block inside out of every rate."""
         before = time.perf_counter()
         yield
         spent = time.perf_counter() - before
-        self.began += spent
-        self.mark += spent
+        self.warm_time += spent
+        self.last_time += spent

@@ -29,7 +29,7 @@ from deeploop.train.metrics import StepMetrics, largest_rms
 from deeploop.train.optim import adamw, learning_rate
 from deeploop.train.progress import ProgressBar
 from deeploop.train.step import train_step
-from deeploop.train.throughput import Speed
+from deeploop.train.throughput import Throughput
 from deeploop.utils.device import autocast, device_name, peak_memory
 from deeploop.utils.disk import write_json
 from deeploop.utils.distributed import Ranks
@@ -69,11 +69,11 @@ class Trainer:
         self.done = 0
         self.validated = -1, math.nan  # at which step, to how many nats per token
         self.nonfinite = torch.zeros((), dtype=torch.bool, device=self.device)
-        self.speed = Speed(config.train.batch_size * config.model.seq_len)
+        self.speed = Throughput(config.train.batch_size * config.model.seq_len)
 
     def restore(self, ckpt: checkpoint.Checkpoint) -> None:
         """Load weights, optimizer state and step of a checkpoint; raises InputError on a misfit."""
-        checkpoint.load_model(ckpt, self.model)
+        checkpoint.load_weights(ckpt, self.model)
         checkpoint.load_optimizer(ckpt, self.optimizer)
         self.done = ckpt.step
 

@@ -1,0 +1,1 @@
+"""Helpers without a model in them: errors, files, devices, processes, printing."""

@@ -1,4 +1,4 @@
-"""The device a run is on: which, what it computes in, how much memory it took."""
+"""Choose the device of a run, its precision, and measure the memory it took."""
 
 import contextlib
 import os
@@ -12,7 +12,10 @@ from deeploop.utils.errors import InputError
 
 
 def pick_device(name: str) -> torch.device:
-    """`auto` is CUDA where there is one; raises InputError for what is not there."""
+    """Return the torch device of this name; `auto` is CUDA where there is one, else the CPU.
+
+    Raises InputError for a name of another form, or a device this machine does not have.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -21,7 +24,7 @@ def pick_device(name: str) -> torch.device:
         raise InputError(f"train.device={name!r}: must be auto, cpu, cuda or cuda:N") from None
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise InputError(
-            f"train.device={name!r}: this machine shows {torch.cuda.device_count()} CUDA devices"
+            f"train.device={name!r}: this machine has {torch.cuda.device_count()} CUDA devices"
         )
     if device.type not in ("cpu", "cuda"):
         raise InputError(f"train.device={name!r}: must be auto, cpu, cuda or cuda:N")
@@ -29,7 +32,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def computes_in_bf16(device: torch.device) -> bool:
-    """Whether bfloat16 GEMMs are in the hardware, not emulated."""
+    """Return True if the device multiplies bfloat16 matrices in hardware, not emulated."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
@@ -37,7 +40,7 @@ def computes_in_bf16(device: torch.device) -> bool:
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype:
-    """What autocast, where it is on, would hand to a GEMM in the place of x; else x's own."""
+    """Return the dtype a GEMM computes in for x: autocast's where it is on, else that of x."""
     kind = x.device.type
     if x.dtype == torch.float64 or not torch.amp.is_autocast_available(kind):
         return x.dtype
@@ -45,7 +48,7 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def peak_memory(device: torch.device) -> float:
-    """GiB: the device's peak allocation, or on a CPU the process's peak resident size."""
+    """Return GiB: the peak allocated on a GPU, or on a CPU the process's peak resident size."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024
@@ -53,23 +56,24 @@ def peak_memory(device: torch.device) -> float:
 
 
 def device_name(device: torch.device) -> str:
+    """Return the GPU's name, or the CPU's architecture and torch's number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
 
 
 def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager:
-    """bfloat16 autocast on `device` where precision is "bf16", else nothing.
+    """Return a bfloat16 autocast context for `device` if precision is "bf16", else one that is off.
 
-    Without autocast's weight cache: with it all visits of a weight share one
-    bfloat16 copy and their gradients add up in bfloat16, an error that grows with
-    the loops (measured against float32 at 16 loops: 0.9% with, 0.5% without,
-    no more than that of a single visit).
+    Autocast's weight cache is off. With it all visits of a weight share one bfloat16
+    copy and their gradients add up in bfloat16, an error that grows with the loops
+    (measured against float32 at 16 loops: 0.9% with the cache; 0.5% without, which is
+    the error of a single visit).
     """
     enabled = precision == "bf16"
     return torch.autocast(device.type, torch.bfloat16, enabled=enabled, cache_enabled=False)
 
 
 def host_memory() -> int:
-    """Bytes of memory this machine has."""
+    """Return this machine's memory in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

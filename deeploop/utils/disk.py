@@ -1,4 +1,4 @@
-"""Paths a user gives, and files written whole or not at all."""
+"""Check paths that a user gives, lock folders, and write files completely or not at all."""
 
 import errno
 import json
@@ -13,10 +13,10 @@ from deeploop.utils.errors import InputError
 
 
 def user_path(name: str, field: str) -> Path:
-    """The path a user gave, ~ expanded; it need not exist.
+    """Return the path a user gave for `field`, with ~ expanded; it need not exist.
 
-    Raises InputError where none can be: a name too long or with a NUL, the home of
-    nobody, a loop of links, or behind a folder that may not be entered.
+    Raises InputError where no file can have this path: the name is too long or has a
+    NUL, the user after ~ is unknown, links form a loop, or a folder may not be entered.
     """
     try:
         path = Path(name).expanduser()
@@ -26,7 +26,9 @@ def user_path(name: str, field: str) -> Path:
     except (OSError, ValueError, RuntimeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         shown = repr(name if len(name) < 200 else name[:200] + "...")
-        raise InputError(f"{field} {shown}: cannot be reached ({reason}); give another") from error
+        raise InputError(
+            f"{field} {shown}: cannot be reached ({reason}); give another path"
+        ) from error
     return path
 
 
@@ -38,7 +40,10 @@ DISK_ERRORS = {
 
 @contextmanager
 def disk_errors(what: str) -> Iterator[None]:
-    """Turn a full, limited, read-only or misplaced folder into a sentence; other errors pass."""
+    """Raise InputError, naming `what`, where the disk is full, limited or read-only.
+
+    The same for a file where a folder should be, and the reverse; other errors pass.
+    """
     try:
         yield
     except OSError as error:
@@ -52,31 +57,34 @@ def disk_errors(what: str) -> Iterator[None]:
 
 @contextmanager
 def exclusive(path: Path, wait: bool = True) -> Iterator[bool | None]:
-    """Hold the lock on ``path``, a folder or a file (made where there is none).
+    """Lock ``path``, a folder or a file (created if absent), against other processes.
 
-    Yields True, or False where another process holds it; with ``wait`` it is waited
-    for. Yields None where the platform or the file system has no locks, and there
-    the caller must be correct without.
+    Yields True once locked; with ``wait`` false, False where another process has the
+    lock. Yields None where the platform or the file system has no locks: the caller
+    must be correct without one.
     """
     handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        held: bool | None = True
+        locked: bool | None = True
         try:
             import fcntl
 
             fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
-            held = False
+            locked = False
         except (ImportError, OSError):
-            held = None
-        yield held
+            locked = None
+        yield locked
     finally:
         os.close(handle)
 
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
-    """A binary file that takes the name ``path`` only once it is whole and on disk."""
+    """Yield a binary file that takes the name ``path`` only once it is complete and on disk.
+
+    An exception inside leaves ``path`` as it was.
+    """
     with disk_errors(str(path)):
         handle, temporary = tempfile.mkstemp(
             prefix=f".{path.name}.", suffix=".tmp", dir=path.parent
@@ -86,7 +94,7 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-            os.chmod(temporary, 0o666 & ~_umask())  # mkstemp makes it private
+            os.chmod(temporary, 0o666 & ~_umask())  # mkstemp lets the owner alone read it
             os.replace(temporary, path)
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
@@ -94,12 +102,13 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """The file at ``path`` with this text, or as it was."""
+    """Write a text file completely, or leave it as it was."""
     with atomic_file(path) as file:
         file.write(text.encode())
 
 
 def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file completely, or leave it as it was."""
     write_text(path, json.dumps(value, indent=2) + "\n")
 
 

@@ -1,10 +1,10 @@
-"""Data parallelism over the ranks of torchrun: the same model on each, gradients summed.
+"""Data parallelism over the ranks of torchrun: one replica of the model each, gradients summed.
 
-Not torch's DistributedDataParallel: its reducer wants the same parameters to get a
-gradient in every backward, or searches the graph for those that do not, and a segment
-touches the routers of its own loops only. Its gain would be to send gradients while
-backward still runs, and a looped model has little to gain there: the gradient of a
-shared weight is whole only when backward has reached the first loop.
+torch's DistributedDataParallel is not used. Its reducer expects the same parameters to get
+a gradient in every backward, or searches the graph for those that do not, and a segment
+reaches the routers of its own loops only. The advantage of DDP, sending gradients while
+backward still runs, is small for a looped model: the gradient of a shared weight is
+complete only when backward has reached the first loop.
 """
 
 import contextlib
@@ -19,52 +19,55 @@ from torch import Tensor
 from deeploop.utils.errors import InputError
 from deeploop.utils.spans import span
 
-BUCKET_BYTES = 2**26  # of one message; what is copied twice while it is on its way
+BUCKET_BYTES = 2**26  # of one message: its tensors are copied into one buffer and back
 
 
 class Ranks(NamedTuple):
-    """This process's place among those that train together."""
+    """The index of this process and the number of processes that train together."""
 
     rank: int = 0
     world: int = 1
 
     @property
     def is_main(self) -> bool:
-        """Whether this one writes files and speaks."""
+        """True on rank 0, which writes files and prints."""
         return self.rank == 0
 
     def local_rows(self, batch: int) -> range:
-        """Its rows of a global batch."""
+        """Return the rows of a global batch of `batch` sequences that this rank trains on.
+
+        Raises InputError if the ranks cannot have equally many.
+        """
         if batch % self.world:
             raise InputError(
                 f"train.batch_size={batch}: must be a multiple of the {self.world} ranks"
             )
-        own = batch // self.world
-        return range(self.rank * own, (self.rank + 1) * own)
+        count = batch // self.world
+        return range(self.rank * count, (self.rank + 1) * count)
 
     def all_reduce_(self, tensors: Iterable[Tensor]) -> None:
-        """Replace each tensor by its sum over the ranks; same shapes on every rank."""
+        """Replace each tensor by its sum over the ranks; shapes must agree on every rank."""
         if self.world == 1:
             return
         with span("communication"):
-            for bucket in _buckets(tensors):
+            for bucket in buckets(tensors):
                 flat = torch.cat([t.reshape(-1) for t in bucket])
                 dist.all_reduce(flat)
-                parts = flat.split([t.numel() for t in bucket])
-                for t, part in zip(bucket, parts, strict=True):
-                    t.copy_(part.view_as(t))
+                sums = flat.split([t.numel() for t in bucket])
+                for t, summed in zip(bucket, sums, strict=True):
+                    t.copy_(summed.view_as(t))
 
     def any_rank(self, flag: bool) -> bool:
-        """Whether it is true on some rank; does not wait for a GPU."""
+        """Return True on every rank if `flag` is true on at least one; does not wait for a GPU."""
         if self.world == 1:
             return flag
-        said = torch.tensor(int(flag))
-        dist.all_reduce(said, dist.ReduceOp.MAX)
-        return bool(said)
+        largest = torch.tensor(int(flag))
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return bool(largest)
 
 
-def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Runs of tensors of one dtype, up to the size of a message."""
+def buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Group consecutive tensors of one dtype into lists of up to BUCKET_BYTES, one message each."""
     bucket: list[Tensor] = []
     size = 0
     for t in tensors:
@@ -78,8 +81,11 @@ def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 @contextlib.contextmanager
-def ranks() -> Iterator[Ranks]:
-    """The ranks that torchrun's environment describes; one without it."""
+def init_distributed() -> Iterator[Ranks]:
+    """Join the process group that torchrun's environment describes, and leave it at the end.
+
+    Yields one rank of one where that environment is absent.
+    """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:
         yield Ranks()
@@ -87,7 +93,7 @@ def ranks() -> Iterator[Ranks]:
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(local_rank())
-    # gloo beside nccl carries the tensors of the host: `any` then waits for no GPU.
+    # gloo beside nccl reduces tensors of the host, so that `any_rank` waits for no GPU.
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size())
@@ -96,5 +102,5 @@ def ranks() -> Iterator[Ranks]:
 
 
 def local_rank() -> int:
-    """Which of this machine's ranks, and so which of its GPUs."""
+    """Return this rank's index on its machine, which is also that of its GPU."""
     return int(os.environ.get("LOCAL_RANK", "0"))

@@ -1,10 +1,10 @@
-"""The one exception that means "the input was refused"."""
+"""Exceptions that the command line reports in one sentence, without a traceback."""
 
 
 class InputError(ValueError):
-    """Bad input, in one sentence: the field, its value and what is allowed.
+    """Bad input, in one sentence: the field, its value and the allowed values.
 
-    The command line prints the sentence and exits with code 2; anything else
+    The command line prints the sentence and exits with code 2. Any other exception
     that escapes is a bug and keeps its traceback.
     """
 

@@ -1,9 +1,10 @@
-"""Names on the parts of a training step, for a profiler to find.
+"""Name the components of a training step, so that a profiler can attribute its time.
 
     with span("attention"):
         f = branch(n)
 
-shows in a torch profiler's trace as `deeploop/attention`; `deeploop.analyze.profile.trace` sums them up.
+appears in a torch profiler's trace as `deeploop/attention`; `deeploop.analyze.profile.trace`
+adds the times up.
 """
 
 import contextlib
@@ -12,17 +13,18 @@ from contextlib import AbstractContextManager
 from torch.autograd import profiler
 
 PREFIX = "deeploop/"
-# Where a step's time may go; the router is told by its op, the sums by their autograd node.
-PARTS = (
+# The components a step's time is split into. "router" is recognised by its op's name,
+# "gradient sums" by its autograd node; all others by a span.
+COMPONENTS = (
     "data", "embedding", "attention", "mlp", "experts", "router", "updates", "loss",
     "gradient sums", "communication", "optimizer",
 )  # fmt: skip
 
 
 def span(name: str) -> AbstractContextManager:
-    """Put a name on what runs inside; nothing at all where no profiler runs.
+    """Record the code inside as `deeploop/name`; does nothing where no profiler runs.
 
-    Left out of a graph that torch.compile makes.
+    A graph made by torch.compile leaves it out.
     """
     # A record_function costs ten microseconds even where nothing records it.
     if not profiler._is_profiler_enabled:

@@ -1,4 +1,4 @@
-"""Of what software figures are: they are written down beside them."""
+"""Read the software versions that are recorded with every result."""
 
 import shutil
 import subprocess
@@ -15,7 +15,7 @@ from deeploop import __version__
 
 
 def versions() -> dict[str, str | None]:
-    """deeploop's own with its commit, torch's and Triton's; None for what is not there."""
+    """Return the versions of deeploop (with its commit), torch and Triton; None if absent."""
     return {
         "deeploop": __version__,
         "commit": commit(),
@@ -25,8 +25,11 @@ def versions() -> dict[str, str | None]:
 
 
 def commit() -> str | None:
-    """Of the checkout that runs, "-dirty" where it was changed; None outside of one."""
-    root = Path(__file__).resolve().parents[1]
+    """Return the commit of this checkout, ending in "-dirty" if files differ from it.
+
+    None where the package does not run from a git checkout, or git is not installed.
+    """
+    root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists() or not shutil.which("git"):
         return None
     command = ["git", "-C", str(root), "describe", "--always", "--dirty"]

@@ -7,7 +7,7 @@ import torch
 
 from bench import candidates as c
 from bench import tune
-from deeploop.kernels import rows
+from deeploop.kernels import _launch
 
 CASES = [
     c.Case(op, direction, 32768, d, dtype)
@@ -37,20 +37,20 @@ def test_candidates(case):
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_a_plan_can_be_read_back_from_its_config(d, itemsize):
     for plan in (*c._held(d), *c._wide(d)):
-        config = rows.planned(d, itemsize, plan)
+        config = _launch.planned(d, itemsize, plan)
         if config.chunks > config.splits or not plan.splits:
             assert c.plan_of(config, d) == plan
 
 
 def test_what_fits_an_sm():
-    config = rows.Config(1024, 1, 4, per_sm=4)
+    config = _launch.LaunchConfig(1024, 1, 4, per_sm=4)
     assert c.fits(config, 128, 16384)
     assert not c.fits(config, 129, 16384)
     assert not c.fits(config, 128, 57 << 10)
     assert not c.fits(config._replace(warps=32, per_sm=3), 16, 0)
 
 
-def result(case: c.Case, config: rows.Config, seconds: float) -> dict:
+def result(case: c.Case, config: _launch.LaunchConfig, seconds: float) -> dict:
     return {
         "config": config._asdict(), "seconds": seconds, "final": True, "gb_per_s": 1.0 / seconds,
         "registers": 90, "spills": 0, "shared": 4096,
@@ -59,9 +59,9 @@ def result(case: c.Case, config: rows.Config, seconds: float) -> dict:
 
 def record(op: str, seconds: tuple[float, float, float]) -> dict:
     case = c.Case(op, "backward", 32768, 768, "bf16")
-    plans = (None, rows.Plan(4, 6, 0, 3), rows.Plan(8, 3, 0, 1, 2))
+    plans = (None, _launch.TilePlan(4, 6, 0, 3), _launch.TilePlan(8, 3, 0, 1, 2))
     default = case.launch("meta").config
-    configs = [rows.planned(768, 2, plan) if plan else default for plan in plans]
+    configs = [_launch.planned(768, 2, plan) if plan else default for plan in plans]
     results = [result(case, *pair) for pair in zip(configs, seconds, strict=True)]
     return {"case": list(case), "copy_gb_per_s": 2.0, "skipped": {}, "results": results}
 
@@ -74,11 +74,13 @@ def test_summary_and_table():
     assert "100% of copy" in text.splitlines()[1] and "stages=3" in text.splitlines()[1]
     assert text.splitlines()[3].endswith("default")
     table = tune.paste(records)
-    scope = {"Plan": rows.Plan}
+    scope = {"TilePlan": _launch.TilePlan}
     exec(table, scope)
-    old = rows._BACKWARD[1024]
-    assert scope["_BACKWARD"] == rows._BACKWARD | {1024: (old[0], rows.Plan(8, 3, 0, 1, 2))}
-    assert scope["_FORWARD"] == rows._FORWARD
+    old = _launch._BACKWARD[1024]
+    assert scope["_BACKWARD"] == _launch._BACKWARD | {
+        1024: (old[0], _launch.TilePlan(8, 3, 0, 1, 2))
+    }
+    assert scope["_FORWARD"] == _launch._FORWARD
     assert "two gains 1024: 1.020 of the best time, over 2 cases" in table
 
 

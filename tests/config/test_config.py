@@ -73,8 +73,8 @@ def test_impossible_values_are_refused_by_name_and_value(part, name, value):
     assert "\n" not in str(refused.value)
 
 
-def test_an_exponent_needs_an_arm_that_has_one():
-    with pytest.raises(InputError, match=r"model\.p=0\.4.*model\.residual=baseline"):
+def test_an_exponent_needs_a_rule_that_has_one():
+    with pytest.raises(InputError, match=r"model\.p=0\.4.*model\.residual=pre_norm"):
         Config(model=ModelConfig(residual="pre_norm", p=0.4))
 
 
@@ -95,7 +95,7 @@ def test_micro_batches_default_to_the_batch():
         ("model", "loops", "4"), ("model", "loops", 2.0), ("model", "loops", True),
         ("model", "loops", 2**31), ("model", "residual", "zzz"), ("model", "p", "x"),
         ("model", "qk_norm", 1), ("data", "path", 5), ("train", "lr", None),
-        ("train", "seed", 2**63), ("train", "plan", "half"), ("model", "moe", None),
+        ("train", "seed", 2**63), ("train", "backprop", "half"), ("model", "moe", None),
         ("model.moe", "backend", "zzz"), ("model.loom", "injection", 1),
     ],
 )  # fmt: skip
@@ -112,7 +112,7 @@ def test_values_of_another_type_are_refused(part, name, value):
 def test_every_number_but_the_free_exponent_has_a_limit():
     """So that a field added later is checked at the door, too."""
     for entry in entries(Config()):
-        if entry.kind in (int, float):
+        if entry.type in (int, float):
             assert entry.limit is not None, entry.name
 
 
@@ -133,5 +133,5 @@ def test_what_fields_allow_together():
 
 def test_a_configuration_from_before_a_field_takes_its_default():
     raw = json.loads(Config().to_json())
-    del raw["model"]["moe"], raw["train"]["plan"], raw["model"]["loom"]["decay"]
+    del raw["model"]["moe"], raw["train"]["backprop"], raw["model"]["loom"]["decay"]
     assert Config.from_json(json.dumps(raw)) == Config()

@@ -1,4 +1,4 @@
-"""The training order, validation windows and n-gram floors."""
+"""Training batches in a reproducible order, and validation batches that cover every target."""
 
 import numpy as np
 import pytest
@@ -7,23 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deeploop.data.batches import permute, train_batch, train_starts, val_batches, windows_per_epoch
-from deeploop.data.ngrams import ngram_bits
-from deeploop.data.shards import ArraySegment, TokenStream
-from deeploop.utils.errors import InputError
-
-
-def stream_of(tokens, vocab_size=1 << 16, pieces=1) -> TokenStream:
-    parts = np.array_split(np.asarray(tokens, np.uint16), pieces)
-    return TokenStream([ArraySegment(f"part {i}", p) for i, p in enumerate(parts)], vocab_size)
-
-
-def refused(call, *words: object) -> None:
-    with pytest.raises(InputError) as caught:
-        call()
-    assert "\n" not in str(caught.value)
-    for word in words:
-        assert str(word) in str(caught.value)
-
+from tests.helpers.data import refused, stream_of
 
 # The training order
 
@@ -102,7 +86,7 @@ def test_training_order_is_pinned():
 @settings(max_examples=40)
 @given(data=st.data(), step=st.integers(0, 10**9), ranks=st.integers(1, 5))
 def test_any_split_of_a_batch_reads_the_same_sequences(data, step, ranks):
-    stream = stream_of(np.arange(999) * 7 % 1000, pieces=5)
+    stream = stream_of(np.arange(999) * 7 % 1000, segments=5)
     common = {"seed": 3, "step": step, "global_batch": 12, "seq_len": 10}
     inputs, targets = train_batch(stream, **common, rows=slice(None))
     cuts = sorted(data.draw(st.lists(st.integers(0, 12), max_size=4)))
@@ -117,8 +101,8 @@ def test_any_split_of_a_batch_reads_the_same_sequences(data, step, ranks):
 
 def test_batches_are_next_token_pairs_across_shards():
     tokens = np.arange(500)
-    for pieces in (1, 7, 200):  # windows of 33 tokens cross many shards of 2 or 3
-        stream = stream_of(tokens, pieces=pieces)
+    for segments in (1, 7, 200):  # windows of 33 tokens cross many shards of 2 or 3
+        stream = stream_of(tokens, segments=segments)
         x, y = train_batch(stream, seed=0, step=2, global_batch=8, seq_len=32, rows=slice(2, 6))
         assert x.shape == y.shape == (4, 32) and x.dtype == y.dtype == torch.int64
         assert x.is_contiguous() and y.is_contiguous()
@@ -142,26 +126,26 @@ def test_rows_outside_the_batch_and_short_corpora_are_refused():
 
 
 def test_an_id_outside_the_vocabulary_never_reaches_the_model():
-    stream = stream_of([1] * 70 + [900] + [1] * 29, vocab_size=900, pieces=2)
+    stream = stream_of([1] * 70 + [900] + [1] * 29, vocab_size=900, segments=2)
     refused(
         lambda: [
             train_batch(stream, seed=0, step=s, global_batch=8, seq_len=9, rows=slice(None))
             for s in range(3)
         ],
-        "part 1",
+        "segment 1",
         "id 900",
         "offset 20",
     )
-    refused(lambda: list(val_batches(stream, batch=2, seq_len=9)), "part 1", "id 900")
+    refused(lambda: list(val_batches(stream, batch=2, seq_len=9)), "segment 1", "id 900")
 
 
-# Validation and baselines
+# Validation
 
 
 @given(tokens=st.integers(0, 300), batch=st.integers(1, 5), seq_len=st.integers(1, 40))
 def test_validation_covers_every_target_once(tokens, batch, seq_len):
     seen: list[int] = []
-    for x, y in val_batches(stream_of(range(tokens), pieces=3), batch=batch, seq_len=seq_len):
+    for x, y in val_batches(stream_of(range(tokens), segments=3), batch=batch, seq_len=seq_len):
         assert x.shape == y.shape and 1 <= len(x) <= batch and x.shape[1] == seq_len
         real = y != -100
         assert real.any(dim=1).all()
@@ -177,17 +161,3 @@ def test_validation_can_be_cut_short():
     assert len(whole) == 7 and len(short) == 3
     assert all(torch.equal(a[1], b[1]) for a, b in zip(whole, short, strict=False))
     assert len(list(val_batches(stream, batch=2, seq_len=8, max_batches=99))) == 7
-
-
-def test_ngram_bits_by_hand(monkeypatch):
-    train, val = stream_of([0, 1, 0, 1, 0, 2], 3), stream_of([0, 1, 0, 2], 3)
-    for block in (1, 2, 1000):  # blocks share their ends: no pair is lost or doubled
-        monkeypatch.setattr("deeploop.data.ngrams.BLOCK", block)
-        unigram, bigram = ngram_bits(train, val, 3)
-        # targets of train: 1 0 1 0 2; pairs 01 10 01 10 02; targets of val: 1 0 2
-        assert unigram == pytest.approx(-np.log2((3 / 8) * (3 / 8) * (2 / 8)) / 3)
-        assert bigram == pytest.approx(-np.log2((3 / 6) * (3 / 5) * (2 / 6)) / 3)
-        longer = stream_of([0, 1, 0, 1, 0, 2, 2, 2, 2], 3), stream_of([0, 1, 0, 2], 3)
-        assert ngram_bits(*longer, 3, max_tokens=6) == pytest.approx((unigram, bigram))
-    assert ngram_bits(train, val, 5000)[1] is None
-    refused(lambda: ngram_bits(train, val.view(0, 1), 3), "1 tokens")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deeploop.data.tokenizer import ByteTokenizer, load_tokenizer
-from deeploop.utils.errors import InputError
+from tests.helpers.data import refused, train_bpe
 
 tokenizers = pytest.importorskip("tokenizers")
 PROSE = "A looped model runs the same block again, and again; isn't that odd?\n\n  Indeed  it is. "
@@ -32,13 +32,7 @@ ODD = [
 @pytest.fixture(scope="module")
 def gpt2_dir(tmp_path_factory):
     """A small byte-level BPE in GPT-2's two files, its end-of-text token included."""
-    folder = tmp_path_factory.mktemp("gpt2")
-    trained = tokenizers.ByteLevelBPETokenizer()
-    trained.train_from_iterator(
-        [PROSE * 20], vocab_size=400, special_tokens=["<|endoftext|>"], show_progress=False
-    )
-    trained.save_model(str(folder))
-    return folder
+    return train_bpe(tmp_path_factory.mktemp("gpt2"), PROSE * 20, 400)
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +40,8 @@ def bpe(gpt2_dir):
     return load_tokenizer(f"gpt2:{gpt2_dir}")
 
 
-def refused(spec: str, *words: object) -> None:
-    with pytest.raises(InputError) as caught:
-        load_tokenizer(spec)
-    assert "\n" not in str(caught.value)
-    for word in words:
-        assert str(word) in str(caught.value)
+def refused_spec(spec: str, *words: object) -> None:
+    refused(lambda: load_tokenizer(spec), *words)
 
 
 @pytest.mark.parametrize("text", [*ODD, PROSE, "<|endoftext|> is quoted"])
@@ -137,14 +127,14 @@ def test_the_vocabulary_reaches_the_highest_id(tmp_path):
 
 
 def test_what_cannot_be_loaded_is_refused_in_a_sentence(tmp_path):
-    refused("nonsense", "'nonsense'", "gpt2:DIR", "tokenizer.json")
-    refused(f"gpt2:{tmp_path}", tmp_path / "vocab.json")
-    refused("gpt2:a.json,b.txt", "a.json")
+    refused_spec("nonsense", "'nonsense'", "gpt2:DIR", "tokenizer.json")
+    refused_spec(f"gpt2:{tmp_path}", tmp_path / "vocab.json")
+    refused_spec("gpt2:a.json,b.txt", "a.json")
     (tmp_path / "bad.json").write_text("{\n")
-    refused(str(tmp_path / "bad.json"), "bad.json", "could not be read")
+    refused_spec(str(tmp_path / "bad.json"), "bad.json", "could not be read")
     inner = tokenizers.Tokenizer(tokenizers.models.BPE())
     inner.save(str(tmp_path / "empty.json"))
-    refused(str(tmp_path / "empty.json"), "empty vocabulary")
+    refused_spec(str(tmp_path / "empty.json"), "empty vocabulary")
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
@@ -157,8 +147,8 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    refused("gpt2", "tiktoken", "pip install 'deeploop[data]'")
-    refused(str(tmp_path), "tokenizers", "pip install 'deeploop[data]'")
+    refused_spec("gpt2", "tiktoken", "pip install 'deeploop[data]'")
+    refused_spec(str(tmp_path), "tokenizers", "pip install 'deeploop[data]'")
 
 
 def fake_tiktoken(get_encoding):
@@ -170,7 +160,7 @@ def test_no_network_says_how_to_give_local_files(monkeypatch):
         raise ConnectionError("a long story\nin many lines")
 
     monkeypatch.setitem(sys.modules, "tiktoken", fake_tiktoken(offline))
-    refused("gpt2", "ConnectionError", "gpt2:DIR", "vocab.json", "merges.txt")
+    refused_spec("gpt2", "ConnectionError", "gpt2:DIR", "vocab.json", "merges.txt")
 
 
 def test_gpt2_by_tiktoken(monkeypatch):

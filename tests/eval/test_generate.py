@@ -3,7 +3,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from deeploop.config import ModelConfig
-from deeploop.eval.generate import _until, continue_text, sample
+from deeploop.eval.generate import continue_text, cut_after_stop, sample
 from deeploop.model.looplm import LoopLM
 from deeploop.train.setup import open_run
 from deeploop.utils.errors import InputError
@@ -77,8 +77,8 @@ def test_stops_when_every_row_has_ended(model):
 
 
 def test_a_row_ends_at_its_own_end_of_text():
-    assert _until([5, 9, 1, 2, 9, 3], start=2, stop=9) == [5, 9, 1, 2]
-    assert _until([5, 9, 1, 2], start=2, stop=9) == [5, 9, 1, 2]
+    assert cut_after_stop([5, 9, 1, 2, 9, 3], start=2, stop=9) == [5, 9, 1, 2]
+    assert cut_after_stop([5, 9, 1, 2], start=2, stop=9) == [5, 9, 1, 2]
 
 
 def test_an_empty_prompt_is_refused(model):

@@ -63,12 +63,12 @@ def test_the_bf16_error_of_a_shared_weights_gradient_does_not_grow_with_the_loop
             ModelConfig(d_model=64, n_layers=1, loops=loops, n_heads=2, vocab_size=64, seq_len=32)
         )
         x, y = torch.randint(0, 64, (2, 4, 32))
-        found = []
+        grads = []
         for precision in ("fp32", "bf16"):
             model.zero_grad()
             with autocast(torch.device("cpu"), precision):
                 linear_cross_entropy(model(x), model.embed_tokens.weight, y).backward()
-            found.append(model.sublayers[1].branch.gate_up.weight.grad.clone())
-        return ((found[1] - found[0]).norm() / found[0].norm()).item()
+            grads.append(model.sublayers[1].branch.gate_up.weight.grad.clone())
+        return ((grads[1] - grads[0]).norm() / grads[0].norm()).item()
 
     assert error(24) < 1.5 * error(1)

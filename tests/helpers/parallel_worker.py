@@ -13,7 +13,7 @@ from rich.console import Console
 from deeploop.config import Config, DataConfig, LoomConfig, ModelConfig, MoEConfig, TrainConfig
 from deeploop.model.moe.layer import MoE
 from deeploop.train.setup import open_run
-from deeploop.utils.distributed import Ranks, ranks
+from deeploop.utils.distributed import Ranks, init_distributed
 
 PLANS = {
     "full": {},
@@ -85,5 +85,5 @@ def train_all(corpus: str, folder: Path, place: Ranks) -> dict:
 
 if __name__ == "__main__":
     corpus, folder = sys.argv[1], Path(sys.argv[2])
-    with ranks() as place:
+    with init_distributed() as place:
         torch.save(train_all(corpus, folder, place), folder / f"rank-{place.rank}.pt")

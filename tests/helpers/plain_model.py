@@ -38,7 +38,7 @@ def rms_norm(x, gain=None, eps=EPS):
     return y if gain is None else y * gain
 
 
-def plain_attention(branch, x, qk_norm=False, base=ROPE_BASE):
+def plain_attention(branch, x, qk_norm=False, base=ROPE_BASE, eps=EPS):
     """Attention from its definition: one head at a time, complex-number RoPE."""
     T, d = x.shape[1:]
     D = branch.head_dim
@@ -52,7 +52,7 @@ def plain_attention(branch, x, qk_norm=False, base=ROPE_BASE):
         rows = slice(i * D, (i + 1) * D)
         q, k, v = (x @ w[rows].T for w in (wq, wk, wv))
         if qk_norm:
-            q, k = rms_norm(q), rms_norm(k)
+            q, k = rms_norm(q, eps=eps), rms_norm(k, eps=eps)
         q, k = (torch.complex(z[..., : D // 2], z[..., D // 2 :]) * turn for z in (q, k))
         scores = (q @ k.conj().transpose(-1, -2)).real / math.sqrt(D)
         future = torch.ones(T, T, dtype=torch.bool).triu(1)
@@ -79,9 +79,9 @@ def plain_moe(moe, n, router):
     return f
 
 
-def plain_branch(branch, x, qk_norm=False, loop=0):
+def plain_branch(branch, x, config, loop=0):
     if isinstance(branch, Attention):
-        return plain_attention(branch, x, qk_norm)
+        return plain_attention(branch, x, config.qk_norm, config.rope_base, config.norm_eps)
     if isinstance(branch, SwiGLU):
         return plain_swiglu(branch, x)
     return plain_moe(branch, x, branch.routers[min(loop, len(branch.routers) - 1)])
@@ -100,7 +100,7 @@ def plain_forward(model: LoopLM, tokens, loops=None):
     def walk(s, sublayers, loop):
         for j, sublayer in enumerate(sublayers):
             n = rms_norm(s.h, sublayer.gain_in, c.norm_eps)
-            f = plain_branch(sublayer.branch, n, c.qk_norm, loop or 0)
+            f = plain_branch(sublayer.branch, n, c, loop or 0)
             s = rule.reference(s, f, Visit(loop, j // 2, j, sublayer, None))
         return s
 

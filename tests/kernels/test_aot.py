@@ -7,9 +7,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import triton
 import triton.language as tl
 
-from deeploop.kernels import aot, rows
+from tests.helpers.kernel_modules import MAX_D, Config, Launch, aot, interpreting
 
-pytestmark = pytest.mark.skipif(rows.interpreting(), reason="TRITON_INTERPRET is set")
+pytestmark = pytest.mark.skipif(interpreting(), reason="TRITON_INTERPRET is set")
 
 
 def test_kernels_pass(capsys):
@@ -20,7 +20,7 @@ def test_kernels_pass(capsys):
 
 
 # The widest rows, and widths that spilled with other launches.
-WIDE = [(rows.MAX_D, "bf16", 90), (rows.MAX_D, "fp32", 90), (6144, "fp32", 90), (12288, "fp32", 80)]
+WIDE = [(MAX_D, "bf16", 90), (6144, "fp32", 90), (12288, "fp32", 80)]
 
 
 @pytest.mark.parametrize("op", [name for name in aot.OPS if name not in aot.FEW])
@@ -83,6 +83,6 @@ def _pipelined_kernel(x_ptr, y_ptr, D: tl.constexpr):
 def test_planted_faults_are_refused(kernel, d, warps, message):
     x = torch.empty(4 * d, device="meta")
     arguments = {"x_ptr": x, "y_ptr": x, "D": d}
-    launch = rows.Launch(kernel, 1, arguments, rows.Config(d, 1, warps))
+    launch = Launch(kernel, 1, arguments, Config(d, 1, warps))
     failures = aot.read(aot.compile_launch(launch, 90)).failures(d, 90)
     assert any(message in failure for failure in failures), failures

@@ -4,20 +4,14 @@ import itertools
 
 import pytest
 import torch
-import torch.nn.functional as F
-from moe_cases import (
-    EPS,
-    FLOATS,
-    combine_inputs,
-    compare_combine,
-    run_combine,
-)
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from deeploop import kernels
 from deeploop.kernels import expert_combine, reference
-from deeploop.kernels.expert_combine import _backward, _forward
 from deeploop.utils.errors import InputError
+from tests.helpers.kernel_cases import LAYOUTS
+from tests.helpers.kernel_modules import operator
+from tests.helpers.moe_cases import EPS, FLOATS, combine_inputs, compare_combine, run_combine
 
 TOLERANCE = {
     torch.float64: {"rtol": 1e-10, "atol": 1e-10},
@@ -93,8 +87,8 @@ def test_weights_of_dropped_slots_do_not_matter_and_zero_weights_may_be_kept():
     clean = [*inputs[:3], inputs[3].nan_to_num(), *inputs[4:]]
     compare_combine(expert_combine, clean, **TOLERANCE[torch.float32])
     gradients = [torch.randn(5, 6), torch.randn(5, 6)]
-    found = run_combine(expert_combine, inputs, gradients)
-    assert all(t.isfinite().all() for t in found)
+    results = run_combine(expert_combine, inputs, gradients)
+    assert all(t.isfinite().all() for t in results)
 
 
 def test_is_branch_sandwich_of_the_sum():
@@ -126,22 +120,12 @@ def test_low_precision_experts_on_a_float32_stream():
 # The contract
 
 
-LAYOUTS = {
-    "sliced": lambda x: torch.stack([x, x], -1).flatten(-2)[..., ::2],
-    "padded": lambda x: F.pad(x, (1, 2))[..., 1:-2],
-    "transposed": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
-    "expanded": lambda x: x[:1].expand(x.shape),
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["sliced", "padded", "transposed", "expanded"])
 def test_strides(layout):
     change = LAYOUTS[layout]
     inputs = combine_inputs(6, 10, 3, torch.float64, drop=0.0, spare=0)
     if layout == "expanded":  # no row may be named twice
-        slots, inputs[2] = inputs[2], inputs[2]
-        inputs = [change(x) for x in inputs]
-        inputs[2] = slots
+        inputs = [x if i == 2 else change(x) for i, x in enumerate(inputs)]
     else:
         inputs = [change(x) for x in inputs]
     compare_combine(expert_combine, inputs, **EXACT)
@@ -189,13 +173,14 @@ def test_opcheck(norm):
     numbers = torch.tensor([0.7, EPS], dtype=torch.float64)
     leaves = [t.clone().requires_grad_() if i in FLOATS else t for i, t in enumerate(inputs)]
     leaves[6] = leaves[6] if norm else None
-    torch.library.opcheck(_forward, (*leaves, numbers, norm))
+    torch.library.opcheck(operator("expert_combine"), (*leaves, numbers, norm))
     h, *rest = inputs
     stats = torch.rand(6)
-    held = (h, stats, stats.clone()) if norm else (None, stats, None)
+    saved = (h, stats, stats.clone()) if norm else (None, stats, None)
     grads = (torch.randn_like(h), torch.randn_like(h) if norm else None)
     needs = [True, True, False, True, True, norm]
-    torch.library.opcheck(_backward, (*grads, *rest, *held, numbers, h.dtype, needs))
+    arguments = (*grads, *rest, *saved, numbers, h.dtype, needs)
+    torch.library.opcheck(operator("expert_combine_backward"), arguments)
 
 
 def test_fullgraph_without_recompiles_over_scales_and_token_counts():

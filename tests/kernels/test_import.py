@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 WITHOUT_TRITON = """
 import sys
@@ -9,7 +10,7 @@ sys.modules["triton"] = None
 import torch
 from torch._subclasses import FakeTensorMode
 from deeploop import kernels
-from deeploop.kernels import rows
+from tests.helpers.kernel_modules import uses_triton
 x = torch.randn(2, 4, requires_grad=True)
 h, n = kernels.post_sandwich(x, x, None, None, 1.0)
 (h + n).sum().backward()
@@ -17,14 +18,16 @@ assert x.grad is not None
 with FakeTensorMode():
     x = torch.empty(2, 4, device="cuda")
 try:
-    rows.uses_triton(x)
+    uses_triton(x)
 except RuntimeError as error:
     print(error)
 """
 
 
 def test_without_triton():
-    result = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True)
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", WITHOUT_TRITON]
+    result = subprocess.run(command, cwd=root, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     message = "CUDA tensors need Triton, which is not installed: pip install triton"
     assert result.stdout.strip() == message

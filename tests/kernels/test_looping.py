@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from kernel_cases import EPS
 
 from deeploop import kernels
 from deeploop.kernels.reference import rms_norm
 from deeploop.utils.errors import InputError
+from tests.helpers.kernel_cases import EPS
 
 LOOPS, LAYERS, SCALE = 4, 3, 0.3
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}
@@ -27,19 +27,19 @@ class Average:
 
 def by_definition(h, branches, w, decay, source="output"):
     """Every h' and n of the walk, from the running sums themselves."""
-    found, over_loops = [], Average()
+    outputs, over_loops = [], Average()
     for loop in range(LOOPS):
         in_loop = Average()
         for layer in range(LAYERS):
             output = SCALE * branches[loop * LAYERS + layer]
             local = in_loop.take(output, decay)
             h = h + local + over_loops.take(output if source == "output" else local, decay)
-            found += [h, rms_norm(h, w, EPS)]
-    return found
+            outputs += [h, rms_norm(h, w, EPS)]
+    return outputs
 
 
 def closed_form(h, branches, w, decay):
-    found, glob = [], None
+    outputs, glob = [], None
     for loop in range(1, LOOPS + 1):
         local = None
         for layer in range(1, LAYERS + 1):
@@ -49,13 +49,13 @@ def closed_form(h, branches, w, decay):
                 h, f, local, glob, w,
                 scale=SCALE, decay=decay, read_local=by_local, read_global=by_global, eps=EPS,
             )  # fmt: skip
-            found += [h, n]
+            outputs += [h, n]
         glob = kernels.looping_carry(glob, local, LAYERS, decay)
-    return found
+    return outputs
 
 
 def two_memories(h, branches, w, decay, source="output"):
-    found, glob = [], None
+    outputs, glob = [], None
     for loop in range(1, LOOPS + 1):
         local = None
         for layer in range(1, LAYERS + 1):
@@ -65,8 +65,8 @@ def two_memories(h, branches, w, decay, source="output"):
                 h, f, local, glob, w, source=source,
                 scale=SCALE, decay=decay, read_local=by_local, read_global=by_global, eps=EPS,
             )  # fmt: skip
-            found += [h, n]
-    return found
+            outputs += [h, n]
+    return outputs
 
 
 @pytest.fixture
@@ -79,10 +79,10 @@ def walk_inputs():
 
 def values_and_gradients(walk, inputs, *arguments):
     h, w, *branches = inputs
-    found = walk(h, branches, w, *arguments)
+    outputs = walk(h, branches, w, *arguments)
     torch.manual_seed(1)
-    gradients = torch.autograd.grad(found, inputs, [torch.randn_like(x) for x in found])
-    return [*found, *gradients]
+    gradients = torch.autograd.grad(outputs, inputs, [torch.randn_like(x) for x in outputs])
+    return [*outputs, *gradients]
 
 
 def close(actual, expected):
@@ -115,8 +115,8 @@ def test_first_layer_adds_twice_the_branch(walk_inputs):
     for decay in (0.0, 0.5, 1.0):
         assert kernels.looping_coefficients(1, 1, LAYERS, decay)[0] == 2.0
         assert kernels.two_memory_coefficients(1, 1, LAYERS, decay) == (1.0, 1.0)
-        for found in (closed_form, two_memories):
-            first = found(h, [f] * LOOPS * LAYERS, w, decay)[0]
+        for walk in (closed_form, two_memories):
+            first = walk(h, [f] * LOOPS * LAYERS, w, decay)[0]
             torch.testing.assert_close(first, h + 2 * SCALE * f, **TIGHT)
 
 

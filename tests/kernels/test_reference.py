@@ -4,19 +4,16 @@ import itertools
 
 import pytest
 import torch
-from kernel_cases import EPS, OPS, make_inputs
 
 from deeploop.kernels import reference
+from tests.helpers.kernel_cases import CASES, make_inputs
 
 
-@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
-@pytest.mark.parametrize("gains", [True, False])
-def test_gradcheck(op, gains):
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradcheck(case):
     torch.manual_seed(0)
-    inputs = [x.requires_grad_() for x in make_inputs(op, (3, 5), torch.float64)]
-    if not gains:
-        inputs[2:] = [None] * len(inputs[2:])
-    assert torch.autograd.gradcheck(lambda *xs: op.reference(*xs, op.factor, EPS), inputs)
+    inputs = [x.requires_grad_() for x in make_inputs(case, (3, 5), torch.float64)]
+    assert torch.autograd.gradcheck(lambda *xs: tuple(case.reference(xs)), inputs)
 
 
 def unit_rms(*shape):

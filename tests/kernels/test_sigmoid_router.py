@@ -4,12 +4,12 @@ import itertools
 
 import pytest
 import torch
-from moe_cases import compare_router, dense_router, router_inputs, run_router
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from deeploop.kernels import reference, sigmoid_router
-from deeploop.kernels.sigmoid_router import _backward, _forward
 from deeploop.utils.errors import InputError
+from tests.helpers.kernel_modules import operator
+from tests.helpers.moe_cases import compare_router, dense_router, router_inputs, run_router
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
@@ -73,10 +73,11 @@ def test_bias_gets_no_gradient():
     assert bias.grad is None and w.grad is not None
 
 
-def test_nothing_is_kept_for_a_gradient_nobody_asks_for():
+def test_nothing_is_saved_for_a_gradient_nobody_asks_for():
     x, w, bias = router_inputs(5, 4, 6)
-    assert _forward(x, w, bias, 2, True)[-1].shape == (5, 6)
-    assert _forward(x, w, bias, 2, False)[-1].shape == (0, 6)
+    for save, n_rows in ((True, 5), (False, 0)):
+        logits = operator("sigmoid_router")(x, w, bias, 2, save)[-1]
+        assert logits.shape == (n_rows, 6)
 
 
 # ---------------------------------------------------------------------------
@@ -156,15 +157,15 @@ def test_fast_matrix_products_do_not_reach_the_router(precision):
     expected = sigmoid_router(x, w, bias, 6)
     try:
         torch.set_float32_matmul_precision(precision)
-        found = sigmoid_router(x, w, bias, 6)
+        actual = sigmoid_router(x, w, bias, 6)
         assert torch.get_float32_matmul_precision() == precision
     finally:
         torch.set_float32_matmul_precision("highest")
-    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True))
 
 
 def test_three_bfloat16_parts_hold_a_float32():
-    """What the tensor cores multiply: w exactly, and products that lose below 2^-26."""
+    """The tensor cores multiply three parts: w exactly, with products that lose below 2^-26."""
     parts, rest = [], torch.randn(100_000)
     a = rest.double()
     for _ in range(3):
@@ -174,8 +175,8 @@ def test_three_bfloat16_parts_hold_a_float32():
     high, middle, low = (p.double() for p in parts)
     b = a.roll(1)
     high_b, middle_b, low_b = (p.roll(1) for p in (high, middle, low))
-    kept = high * (high_b + middle_b + low_b) + middle * (high_b + middle_b) + low * high_b
-    assert ((kept - a * b).abs() / (a * b).abs()).max() < 2**-24
+    product = high * (high_b + middle_b + low_b) + middle * (high_b + middle_b) + low * high_b
+    assert ((product - a * b).abs() / (a * b).abs()).max() < 2**-24
 
 
 # ---------------------------------------------------------------------------
@@ -212,11 +213,12 @@ def test_same_bits_twice_no_aliases_and_gradients_left_alone():
 def test_opcheck(save, dtype):
     x, w, bias = router_inputs(6, 8, 5, dtype)
     x, w = (t.requires_grad_(save) for t in (x.view(2, 3, 8), w))
-    torch.library.opcheck(_forward, (x, w, bias, 2, save))
-    _, indices, _, _, logits = _forward(x.detach(), w.detach(), bias, 2, True)
+    forward, backward = operator("sigmoid_router"), operator("sigmoid_router_backward")
+    torch.library.opcheck(forward, (x, w, bias, 2, save))
+    _, indices, _, _, logits = forward(x.detach(), w.detach(), bias, 2, True)
     for dweights, dz in ((torch.randn(6, 2), None), (None, torch.tensor(1.0))):
         args = (dweights, dz, x.detach(), w.detach(), logits, indices, [True, save])
-        torch.library.opcheck(_backward, args)
+        torch.library.opcheck(backward, args)
 
 
 def test_fullgraph_over_token_counts():

@@ -288,7 +288,7 @@ def test_autocast_keeps_the_router_in_float32_and_the_experts_in_bfloat16(monkey
     torch.testing.assert_close(routed.weights, plain.weights)
     assert routed.load.equal(chosen[2])
     loss.backward()
-    torch.testing.assert_close(routed.expert_out.float(), plain.rows, rtol=0.05, atol=0.05)
+    torch.testing.assert_close(routed.expert_out.float(), plain.expert_out, rtol=0.05, atol=0.05)
     for p, grad in zip((n, moe.gate_up, moe.down, moe.routers[0]), expected, strict=True):
         assert p.grad.dtype == torch.float32
         assert (p.grad - grad).norm() < 0.02 * grad.norm()
@@ -426,7 +426,7 @@ def test_refuses_widths_that_grouped_gemms_cannot_address():
 
     def rows(x, d_expert, backend="grouped_mm"):
         moe = MoE(x.shape[1], 5, 2, d_expert, 0, 1, 0.0, backend)
-        return moe(x, moe.router(0)).rows
+        return moe(x, moe.router(0)).expert_out
 
     with pytest.raises(InputError, match=r"d_expert=12: .* multiple of 8; use 16, or the backend"):
         rows(n, 12)

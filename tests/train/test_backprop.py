@@ -81,7 +81,7 @@ def test_segments_are_the_truncated_graph(residual):
     total, s = 0.0, None
     for first in (0, 2, 4):
         s = model.run(x, range(first, first + 2), None if s is None else model.rule.detach(s))
-        total = total + cross_entropy(model, s.n, y) + 1e-3 * s.z
+        total = total + cross_entropy(model, s.n, y) + 1e-3 * s.router_z
     total.backward()
     for name, p in model.named_parameters():
         torch.testing.assert_close(grads[name], p.grad, rtol=1e-6, atol=1e-12)
@@ -120,7 +120,7 @@ def test_every_segment_reaches_the_embedding_and_only_its_own_routers():
         for sublayer in model.sublayers[1::2]:
             reached = {i for i, r in enumerate(sublayer.branch.routers) if r.grad is not None}
             assert reached == set(segment.loops)
-        assert not state.h.requires_grad and not state.glob.requires_grad
+        assert not any(x.requires_grad for x in (state.h, state.memory.global_))
 
 
 def test_later_segments_embed_with_the_weights_as_they_are_then():
@@ -181,7 +181,7 @@ def test_the_z_loss_is_in_the_loss():
     assert torch.equal(loss, bare_loss)
     s = model.run(x, range(1))
     routers = [sublayer.branch.routers[0] for sublayer in model.sublayers[1::2]]
-    terms = torch.autograd.grad(0.1 * s.z, routers)
+    terms = torch.autograd.grad(0.1 * s.router_z, routers)
     for i, term in zip((1, 3), terms, strict=True):
         name = f"sublayers.{i}.branch.routers.0"
         torch.testing.assert_close(with_z[name] - without[name], term, rtol=1e-6, atol=1e-12)

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deeploop.utils.distributed import BUCKET_BYTES, Ranks, _buckets
-from deeploop.utils.errors import InputError
+from deeploop.utils.distributed import Ranks
 from tests.helpers.parallel_worker import DTYPES, MICRO, PLANS, train_all
 from tests.helpers.ranks import finish, start_ranks
 
@@ -46,20 +45,6 @@ def test_two_ranks_are_one(runs, plan, micro, dtype):
         assert torch.equal(weight, second["weights"][name]), name
     assert any(b.abs().max() > 0 for b in one["biases"])
     assert one["loads"].sum() == 3 * 2 * 8 * 16 * 2  # loops, layers, tokens, top_k: none missed
-
-
-def test_a_sum_mixes_no_dtypes_and_keeps_messages_small():
-    small = [torch.zeros(3), torch.zeros(4), torch.zeros(2, dtype=torch.int64), torch.zeros(1)]
-    assert [len(b) for b in _buckets(small)] == [2, 1, 1]
-    big = [torch.empty(BUCKET_BYTES // 4, device="meta") for _ in range(3)]
-    assert [len(b) for b in _buckets(big)] == [1, 1, 1]
-    assert list(_buckets([])) == []
-
-
-def test_rows_of_a_batch_are_shared_out():
-    assert [list(Ranks(r, 3).rows(6)) for r in range(3)] == [[0, 1], [2, 3], [4, 5]]
-    with pytest.raises(InputError, match=r"train\.batch_size=7.*multiple of the 3 ranks"):
-        Ranks(0, 3).rows(7)
 
 
 def command(config, *more):

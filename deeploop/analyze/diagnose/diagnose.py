@@ -29,7 +29,7 @@ from deeploop.runs import checkpoint
 from deeploop.runs.folder import choose_run_folder
 from deeploop.train.optim import adamw
 from deeploop.train.setup import check_same, check_same_corpus, read_corpus, resolve
-from deeploop.utils.console import print_whole
+from deeploop.utils.console import print_whole, say
 from deeploop.utils.device import device_name
 from deeploop.utils.disk import disk_errors, user_path, write_json
 from deeploop.utils.distributed import Ranks
@@ -77,19 +77,14 @@ def diagnose(
     readings = []
     with output_folder(folder):
         for line in describe(config, batch):
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+            say(console, line)
         for step, model, optimizer in states(config, ckpts):
             measured = measure_state(model, optimizer, config, step, batch)
             check_finite(measured, step)
             readings.append(as_figures(measured, config, step))
         print_whole(console, table(readings))
         write_results(folder, config, batch, readings)
-    console.print(
-        f"wrote    {folder}/diagnose.json and diagnose.png",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
-    )
+    say(console, f"wrote    {folder}/diagnose.json and diagnose.png")
     return readings
 
 
@@ -142,7 +137,7 @@ def states(
         model = LoopLM(config.model).to(config.train.device)
         optimizer = adamw(model, config.train)
         if ckpt is not None:
-            checkpoint.load_model(ckpt, model)
+            checkpoint.load_weights(ckpt, model)
             checkpoint.load_optimizer(ckpt, optimizer)
         yield 0 if ckpt is None else ckpt.step, model, optimizer
 

@@ -16,7 +16,7 @@ import contextlib
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -30,6 +30,7 @@ from deeploop.analyze.plan.hardware import DEVICES
 from deeploop.analyze.plan.roofline import GPU, Clock
 from deeploop.config import Config, ModelConfig
 from deeploop.config.backprop import Segment, segments
+from deeploop.kernels import registry
 from deeploop.model.looplm import LoopLM
 from deeploop.model.loss import CHUNK_BYTES
 from deeploop.train.optim import adamw
@@ -37,7 +38,7 @@ from deeploop.train.step import apply_gradients, train_step
 from deeploop.utils.device import autocast
 
 Kind = Literal["cpu", "cuda"]
-Scratch = dict[Any, Callable[[Any], int]]
+Scratch = dict[Any, registry.Scratch]
 DEVICE = torch.ops.prim.device.default  # fake tensors call it many times an operator
 
 
@@ -179,7 +180,7 @@ def step_memory(
     unit = sequences if exact else recognisable_batch(sequences, m, chunk)
     listed = segments(t, m.loops)
     waits = t.step_per == "segment" and len(listed) > 1
-    with FakeTensorMode(), LiveBytes(unit, SCRATCH[kind]) as live:
+    with FakeTensorMode(), LiveBytes(unit, registry.scratch(kind)) as live:
         model = LoopLM(m)
         optimizer = adamw(model, t)
         weights = live.now
@@ -321,55 +322,3 @@ def record_gradients(model: LoopLM, live: LiveBytes) -> None:
 
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(note)
-
-
-def copies(low: float, full: float) -> Callable[[Any], int]:
-    """So many float32 copies of an operator's first tensor, with bfloat16 branches or without."""
-
-    def scratch(args: Any) -> int:
-        there = [x for x in args if isinstance(x, Tensor)]
-        bf16 = any(x.dtype == torch.bfloat16 for x in there)
-        return int(4 * there[0].numel() * (low if bf16 else full))
-
-    return scratch
-
-
-def linear_backward(args: Any) -> int:
-    """LOOM's memories, each with a gradient there or asked for, take most of the copies."""
-    memories = any(x is not None for x in (*args[1:3], *args[11:13]))
-    return (copies(5, 3) if memories else copies(1, 0))(args)
-
-
-def inner(count: int, down: int) -> Callable[[Any], int]:
-    """So many tensors [rows, d_expert] in the dtype of x, for `deeploop.model.moe.experts`.
-
-    `down` is the place of the matrices [E, d, f] among the arguments; x and the rows'
-    tokens stand at its sides.
-    """
-
-    def scratch(args: Any) -> int:
-        return int(count * args[down + 1].numel() * args[down].shape[2] * args[0].element_size())
-
-    return scratch
-
-
-# On a CPU the updates are closed forms in PyTorch: their copies as its profiler counts them.
-_ops = torch.ops.deeploop
-SCRATCH: dict[Kind, Scratch] = {
-    "cpu": {
-        _ops.post_sandwich.default: copies(2, 1),
-        _ops.post_sandwich_backward.default: copies(5, 3),
-        _ops.linear_update.default: copies(1, 0),
-        _ops.linear_update_backward.default: linear_backward,
-        _ops.branch_sandwich.default: copies(2, 1),
-        _ops.branch_sandwich_backward.default: copies(5, 3),
-        _ops.expert_combine.default: copies(3, 2),
-        _ops.expert_combine_backward.default: copies(6, 2),
-        _ops.sigmoid_router.default: copies(1, 0.5),
-        _ops.experts_backward.default: copies(2, 2),
-    },
-    "cuda": {
-        _ops.experts.default: inner(1, down=2),
-        _ops.experts_backward.default: inner(4, down=3),
-    },
-}

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
 from deeploop.analyze.plan.hardware import Device
+from deeploop.kernels import registry
 
 aten = torch.ops.aten
 FLOPS = flop_registry | {
@@ -161,10 +162,10 @@ def works(
 ) -> list[Work]:
     """Return the passes of one operator."""
     packet, name = func.overloadpacket, func.name()
-    if name == "deeploop::experts":
-        return experts(args[0], args[1], args[2], args[3], backward=False)
-    if name == "deeploop::experts_backward":
-        return experts(args[1], args[2], args[3], args[4], backward=True)
+    if registry.component(name) == "experts":
+        backward = name.endswith("_backward")  # its first argument is the gradient
+        x, gate_up, down, token = args[backward : backward + 4]
+        return experts(x, gate_up, down, token, backward)
     read, written = sum(map(size, inputs)), sum(map(size, outputs))
     if packet in SPARSE:  # the other inputs are indices and values
         others = sum(map(size, inputs[1:]))
@@ -186,7 +187,8 @@ def component_of(func: Any, products: bool) -> str:
         return "attention"
     if products:
         return "GEMM"
-    return "updates" if name.startswith("deeploop::") else "elementwise"
+    # The router is a fused pass over rows too, and takes the time of one.
+    return "updates" if registry.component(name) else "elementwise"
 
 
 def experts(x: Tensor, gate_up: Tensor, down: Tensor, token: Tensor, backward: bool) -> list[Work]:

@@ -41,18 +41,18 @@ from deeploop.analyze.profile import trace
 from deeploop.analyze.profile.telemetry import Sample, columns, gpu_reader, sampling
 from deeploop.config import Config
 from deeploop.data.corpus import Corpus
-from deeploop.data.shards import ArraySegment, TokenStream
+from deeploop.data.stream import ArraySegment, TokenStream
 from deeploop.data.tokenizer import load_tokenizer
 from deeploop.model.flops import flops_per_token
 from deeploop.runs.folder import choose_run_folder, lock_run_folder
 from deeploop.train import setup
 from deeploop.train.trainer import Trainer
-from deeploop.utils.console import print_whole
+from deeploop.utils.console import print_whole, say
 from deeploop.utils.device import device_name, peak_memory
 from deeploop.utils.disk import disk_errors, write_json
 from deeploop.utils.distributed import Ranks
 from deeploop.utils.errors import InputError
-from deeploop.utils.spans import PARTS, span
+from deeploop.utils.spans import COMPONENTS, span
 from deeploop.utils.versions import versions
 
 PAGE = "profile.png"  # written last
@@ -258,7 +258,7 @@ def summarise(events: list[trace.Event], trainer: Trainer) -> TraceSummary:
     peaks: dict[str, int] = defaultdict(int)
     for s in sections:
         peaks[s.name] = max(peaks[s.name], s.peak)
-    order = (*PARTS, "other", "idle")
+    order = (*COMPONENTS, "other", "idle")
     figures = {
         "traced_steps": len(traced),
         "traced_step_ms": sum(step["dur"] for step, _ in traced) / 1e3 / len(traced),
@@ -284,32 +284,33 @@ def state_bytes(trainer: Trainer) -> int:
 
 def report(figures: dict[str, Any], folder: Path, console: Console) -> None:
     """Print the figures."""
-
-    def say(text: str) -> None:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
-
     each, mfu = figures["step_ms_each"], figures.get("mfu")
     used = "" if mfu is None else f", MFU {mfu:.1%}"
     cost = figures["traced_step_ms"] / figures["step_ms"] - 1
     say(
+        console,
         f"step     {figures['step_ms']:.1f} ms, median of {len(each)} ({min(each):.1f} to "
-        f"{max(each):.1f}); {figures['tokens_per_second']:,.0f} tokens/s{used}"
+        f"{max(each):.1f}); {figures['tokens_per_second']:,.0f} tokens/s{used}",
     )
     say(
+        console,
         f"traced   {figures['traced_step_ms']:.1f} ms, {cost:+.0%} by the profiler; "
-        f"split below by {figures['clock']}"
+        f"split below by {figures['clock']}",
     )
     print_whole(console, table(figures["parts_ms"]))
     memory = dict(figures["memory_gib"])
-    say(f"memory   {memory.pop('peak'):.3f} GiB peak, {memory.pop('at_start'):.3f} at the start")
+    say(
+        console,
+        f"memory   {memory.pop('peak'):.3f} GiB peak, {memory.pop('at_start'):.3f} at the start",
+    )
     for name, peak in memory.items():
-        say(f"         {peak:.3f} {name}")
+        say(console, f"         {peak:.3f} {name}")
     readings = figures["telemetry"]
     if isinstance(readings, dict):
         most = (f"{name} up to {max(readings[name]):,.1f}" for name in Sample._fields[1:])
         readings = ", ".join(most)
-    say(f"GPU      {readings}")
-    say(f"folder   {folder}: {PAGE}, profile.json, trace.json.gz")
+    say(console, f"GPU      {readings}")
+    say(console, f"folder   {folder}: {PAGE}, profile.json, trace.json.gz")
 
 
 def table(by_component: dict[str, dict[str, float]]) -> Table:

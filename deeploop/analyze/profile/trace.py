@@ -24,7 +24,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from deeploop.utils.spans import PARTS, PREFIX
+from deeploop.kernels import registry
+from deeploop.utils.spans import COMPONENTS, PREFIX
 
 Event = dict[str, Any]
 
@@ -38,7 +39,7 @@ PHASES = ("forward", "recompute", "backward", "outside")  # outside: neither pas
 class Label(NamedTuple):
     """The component and the phase that time is attributed to."""
 
-    component: str  # one of PARTS, or "other"; "idle" while a GPU has nothing to run
+    component: str  # one of COMPONENTS, or "other"; "idle" while a GPU has nothing to run
     phase: str  # one of PHASES
 
 
@@ -135,12 +136,13 @@ def _label(e: Event, outer: Label, nodes: dict[int, Label]) -> Label:
             return Label("gradient sums", "backward")
         forward = nodes.get(e["args"].get("Sequence number", -1), OTHER)
         return Label(forward.component, "backward")
-    if name.startswith("deeploop::sigmoid_router"):
-        return Label("router", outer.phase)
+    component = registry.component(name)
+    if component:
+        return Label(component, outer.phase)
     if not name.startswith(PREFIX):
         return outer
     name = name.removeprefix(PREFIX)
-    if name in PARTS:
+    if name in COMPONENTS:
         return Label(name, "recompute" if outer.phase == "backward" else outer.phase)
     phase = name.rpartition(" ")[2]
     return Label("other", phase) if phase in PHASES else outer

@@ -37,13 +37,13 @@ products are float32, of the unrounded weights. Speed on a GPU: not yet measured
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deeploop.kernels import rows as kernel_rows
+from deeploop.kernels._aten import no_autocast, packed
+from deeploop.kernels._op import Saved, define, fake_gradients
 from deeploop.utils.device import computes_in_bf16
 from deeploop.utils.errors import InputError
 
@@ -51,7 +51,7 @@ from deeploop.utils.errors import InputError
 def grouped_mm(
     x: Tensor, gate_up: Tensor, down: Tensor, token: Tensor, inverse: Tensor, ends: Tensor
 ) -> Tensor:
-    """Every expert's rows, [S, d]."""
+    """Compute every expert's output rows, [S, d]; shapes are in the module's docstring."""
     check_strides(x.shape[1], down.shape[2], x.dtype, x.device)
     save = torch.is_grad_enabled() and any(t.requires_grad for t in (x, gate_up, down))
     return _forward(x, gate_up, down, token, inverse, ends, save)[0]
@@ -108,7 +108,7 @@ def _swiglu_backward(a: Tensor, ds: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _one_gemm(x: Tensor) -> bool:
-    """Whether F.grouped_mm runs the experts, and not one GEMM after another."""
+    """True if F.grouped_mm runs all experts in one GEMM, False for one GEMM after another."""
     return x.is_cuda and x.dtype != torch.float64
 
 
@@ -149,10 +149,10 @@ def _backward_grouped(
 
 
 def _cleared(dw: Tensor, ends: Tensor) -> Tensor:
-    """dw with zeros for the experts without rows, in place.
+    """Zero the gradients of the experts without rows, in place.
 
-    Blackwell leaves them unwritten (pytorch/pytorch#172439); Hopper does not, and is
-    spared the pass.
+    Blackwell leaves them unwritten (pytorch/pytorch#172439). Hopper writes zeros itself,
+    so the pass is skipped there.
     """
     if dw.is_cuda and torch.cuda.get_device_capability(dw.device) == (9, 0):
         return dw
@@ -173,7 +173,7 @@ def _spans(ends: Tensor) -> Iterator[tuple[int, slice]]:
 
 
 def _gemm_dtype(x: Tensor) -> torch.dtype:
-    """What the products run in: float32 where bfloat16 would be emulated."""
+    """Dtype of the products: float32 where the CPU would emulate bfloat16, else that of x."""
     emulated = x.dtype == torch.bfloat16 and not computes_in_bf16(x.device)
     return torch.float32 if emulated else x.dtype
 
@@ -232,19 +232,10 @@ def _backward_by_expert(
 # The op
 
 
-@torch.library.custom_op("deeploop::experts", mutates_args=())
-def _forward(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    token: Tensor,
-    inverse: Tensor,
-    ends: Tensor,
-    save: bool,
-) -> tuple[Tensor, Tensor]:
-    """-> rows, a (for the backward; no rows unless saved)."""
-    x, gate_up, down = x.contiguous(), gate_up.contiguous(), down.contiguous()
-    with kernel_rows.no_autocast(x):
+def _run_forward(x, gate_up, down, token, inverse, ends, save):
+    """Compute rows and a (no rows unless save is True)."""
+    x, gate_up, down = packed(x, gate_up, down)
+    with no_autocast(x):
         if not _one_gemm(x):
             return _forward_by_expert(x, gate_up, down, token, ends, save)
         if not token.shape[0]:
@@ -253,57 +244,45 @@ def _forward(
         return rows, a if save else a.new_empty(0, a.shape[1])
 
 
-@_forward.register_fake
-def _(x, gate_up, down, token, inverse, ends, save):
+def _run_backward(drows, x, gate_up, down, token, inverse, ends, a, needs):
+    """Compute dx, dgate_up, ddown; None where not needed."""
+    x, gate_up, down, drows = packed(x, gate_up, down, drows)
+    if not token.shape[0]:
+        inputs = zip((x, gate_up, down), needs, strict=True)
+        return [torch.zeros_like(t) if need else None for t, need in inputs]
+    backward = _backward_grouped if _one_gemm(x) else _backward_by_expert
+    with no_autocast(x):
+        dchosen, dgate_up, ddown = backward(drows, x, gate_up, down, token, ends, a, needs)
+        dx = None if dchosen is None else F.embedding_bag(inverse, dchosen, mode="sum")
+    return dx, dgate_up, ddown
+
+
+def _fake(x, gate_up, down, token, inverse, ends, save):
     n_rows = token.shape[0]
     a = x.new_empty((n_rows if save else 0, gate_up.shape[1]))
     return x.new_empty((n_rows, x.shape[1])), a
 
 
-@torch.library.custom_op("deeploop::experts_backward", mutates_args=())
-def _backward(
-    drows: Tensor,
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    token: Tensor,
-    inverse: Tensor,
-    ends: Tensor,
-    a: Tensor,
-    needs: list[bool],
-) -> list[Tensor]:
-    """The gradients asked for, in the order x, gate_up, down."""
-    x, gate_up, down = x.contiguous(), gate_up.contiguous(), down.contiguous()
-    if not token.shape[0]:
-        inputs = zip((x, gate_up, down), needs, strict=True)
-        return [torch.zeros_like(t) for t, need in inputs if need]
-    backward = _backward_grouped if _one_gemm(x) else _backward_by_expert
-    with kernel_rows.no_autocast(x):
-        dchosen, dgate_up, ddown = backward(
-            drows.contiguous(), x, gate_up, down, token, ends, a, needs
-        )
-        dx = None if dchosen is None else F.embedding_bag(inverse, dchosen, mode="sum")
-    return kernel_rows.found(None, dx, dgate_up, ddown)
+def _fake_backward(drows, x, gate_up, down, token, inverse, ends, a, needs):
+    return fake_gradients(needs, x, gate_up, down)
 
 
-@_backward.register_fake
-def _(drows, x, gate_up, down, token, inverse, ends, a, needs):
-    inputs = zip((x, gate_up, down), needs, strict=True)
-    return [t.new_empty(t.shape) for t, need in inputs if need]
+def _save(inputs, output):
+    return Saved((*inputs[:-1], output[1]))
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:-1], output[1])
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-
-
-def _gradients(ctx: Any, drows: Tensor | None, _a: None) -> tuple[Any, ...]:
-    if drows is None:
-        return (None,) * 7
-    needs = list(ctx.needs_input_grad[:3])
-    found = iter(_backward(drows, *ctx.saved_tensors, needs))
-    return (*(next(found) if need else None for need in needs), None, None, None, None)
-
-
-_forward.register_autograd(_gradients, setup_context=_save)
+_forward, _backward = define(
+    "experts",
+    arguments="Tensor x, Tensor gate_up, Tensor down, Tensor token, Tensor inverse, Tensor ends, "
+    "bool save",
+    results=("rows", "a"),
+    gradients_from=("rows",),
+    gradients_for=("x", "gate_up", "down"),
+    forward=_run_forward,
+    fake=_fake,
+    save=_save,
+    backward_arguments="Tensor drows, Tensor x, Tensor gate_up, Tensor down, Tensor token, "
+    "Tensor inverse, Tensor ends, Tensor a, bool[] needs",
+    backward=_run_backward,
+    backward_fake=_fake_backward,
+)

@@ -42,11 +42,11 @@ def test_cache_on_equals_cache_off(ouro):
 
 @pytest.mark.parametrize("backprop", ["full", "segments", "last"])
 def test_it_trains_and_resumes_to_the_bit(ouro, quiet, tmp_path, backprop):
-    config = ouro.replace("train", backprop=backprop, backprop_loops=1)
+    config = ouro.replace("train", backprop=backprop, backprop_loops=1, lr=1e-2)
     trainer = open_run(config, quiet)
     assert "ouro-test" in describe(trainer)[0] and "peri-norm" in describe(trainer)[0]
     summary = trainer.fit()
-    assert summary["val_loss"] < 3.5
+    assert summary["val_loss"] < 4  # log 256 is 5.5
     half = checkpoint.find(str(tmp_path / "run" / "checkpoints" / "step_000010"))
     resumed = open_run(half.config.replace("train", out=str(tmp_path / "fork")), quiet, half)
     assert resumed.fit()["val_loss"] == summary["val_loss"]
