@@ -124,3 +124,14 @@ def test_repeat_multiplies_the_time_of_the_operators_inside():
         x + x
     assert often.seconds == {"optimizer": 1.5 * once.seconds["elementwise"]}
     assert (once.host, often.host) == (1, 3)
+
+
+def test_the_steps_metrics_and_the_routers_biases_take_no_time():
+    """Launches are of segments and optimizer steps; moving the biases comes after them."""
+    config = preset("loom-tiny").replace("model", loops=1, n_layers=1, vocab_size=256)
+    launches = []
+    for lr in (0.0, 1e-3):
+        clock = Clock(BYTES, MEASURED._replace(launch=1.0), 256)
+        step_memory(config.replace("model.moe", balance_lr=lr), "cuda", clock)
+        launches.append(clock.host)
+    assert launches[0] == launches[1] > 100
