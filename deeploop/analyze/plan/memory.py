@@ -164,7 +164,7 @@ def step_memory(
 
     Nothing is allocated. The step is the trainer's (`deeploop.train.step`) with one micro-batch,
     whose size is a prime near the real one (see `recognisable_batch`); with accumulation,
-    gradients already exist when it starts. Of segments that are alike one is run. Precision
+    gradients already exist when it starts. Of identical segments one is run. Precision
     "auto" counts as fp32.
 
     Args:
@@ -172,7 +172,7 @@ def step_memory(
         kind: the device whose operators run; it decides the chunks of the loss and the
             operators' temporary memory.
         clock: also counts the operators' seconds, in proportion to the sequences.
-        exact: run the real size of micro-batch; the result then holds for no other.
+        exact: run the real size of micro-batch; the result is then valid for that size alone.
     """
     t, m = config.train, config.model
     sequences = t.micro_batch or t.batch_size
@@ -296,7 +296,7 @@ def recognisable_batch(sequences: int, m: ModelConfig, chunk: int) -> int:
 def distinct(listed: list[Segment]) -> list[tuple[Segment, int]]:
     """Return the segments that differ, each with the number of segments it stands for.
 
-    Segments 2 .. n-1 are alike, so only the second is simulated; a shorter last one differs.
+    Segments 2 .. n-1 are identical, so only the second is simulated; a shorter last one differs.
     """
     if len(listed) < 3:
         return [(segment, 1) for segment in listed]
