@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 
 from bench.harness.stored import read_json
-from deeploop.cli import parse_train
+from deeploop.cli.train import parse_train
 from deeploop.eval.validate import bits_per_byte
 from deeploop.model.looplm import count_parameters
 from deeploop.train.setup import open_run

@@ -1,4 +1,4 @@
-"""The pictures of a run's folder."""
+"""Draw profile.png and diagnose.png."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
-from deeploop.analyze.profile.trace import PHASES, Stretch
+from deeploop.analyze.profile.trace import PHASES, StepSection
 from deeploop.utils.figures import (
     integer_ticks,
     log_scale,
@@ -19,10 +19,17 @@ from deeploop.utils.figures import (
 def profile(
     figures: dict[str, Any],
     curve: list[tuple[float, int]],
-    stretches: list[Stretch],
+    sections: list[StepSection],
     path: Path,
 ) -> None:
-    """One page of a profile: the step by part, its memory, the GPU's own readings."""
+    """Draw one page of a profile: time by component, memory, the GPU's readings.
+
+    Args:
+        figures: those of profile.json.
+        curve: (ms, bytes) over the traced step.
+        sections: forward and backward of its segments, and the optimizer.
+        path: the PNG file.
+    """
     readings = figures["telemetry"] if isinstance(figures["telemetry"], dict) else {}
     figure = Figure(figsize=(9, 9 if readings else 7), layout="constrained")
     top, middle, *below = figure.subplots(3 if readings else 2, 1)
@@ -31,26 +38,26 @@ def profile(
         f"{figures['preset']} on {figures['device']}: {figures['step_ms']:.1f} ms a step, "
         f"{figures['tokens_per_second']:,.0f} tokens/s{mfu}"
     )
-    _parts(top, figures)
-    _memory(middle, curve, stretches)
+    _components(top, figures)
+    _memory(middle, curve, sections)
     for axes in below:
         _telemetry(axes, readings)
     save_figure(figure, path)
 
 
-def _parts(axes: Any, figures: dict[str, Any]) -> None:
-    """A bar a part, in colours by phase."""
-    parts = figures["parts_ms"]
-    total = sum(sum(by.values()) for by in parts.values())
-    left = dict.fromkeys(parts, 0.0)
+def _components(axes: Any, figures: dict[str, Any]) -> None:
+    """Draw a bar for each component, with the phases in colours."""
+    by_component = figures["parts_ms"]
+    total = sum(sum(by_phase.values()) for by_phase in by_component.values())
+    left = dict.fromkeys(by_component, 0.0)
     for i, phase in enumerate(PHASES):
-        widths = [by.get(phase, 0.0) for by in parts.values()]
+        widths = [by_phase.get(phase, 0.0) for by_phase in by_component.values()]
         if not any(widths):
             continue
-        axes.barh(list(parts), widths, left=list(left.values()), label=phase, color=f"C{i}")
-        left = {p: left[p] + w for p, w in zip(parts, widths, strict=True)}
-    for part, whole in left.items():
-        axes.annotate(f" {whole / total:.1%}", (whole, part), va="center", fontsize="small")
+        axes.barh(list(by_component), widths, left=list(left.values()), label=phase, color=f"C{i}")
+        left = {name: left[name] + w for name, w in zip(by_component, widths, strict=True)}
+    for name, ms in left.items():
+        axes.annotate(f" {ms / total:.1%}", (ms, name), va="center", fontsize="small")
     axes.invert_yaxis()
     axes.set_xlim(0, 1.1 * max(left.values()))
     axes.set_xlabel(f"ms of the traced step of {figures['traced_step_ms']:.1f} ms")
@@ -58,15 +65,15 @@ def _parts(axes: Any, figures: dict[str, Any]) -> None:
     axes.legend(fontsize="small")
 
 
-def _memory(axes: Any, curve: list[tuple[float, int]], stretches: list[Stretch]) -> None:
-    """Bytes held over the step, above the stretches it is made of."""
-    end = max([curve[-1][0], *(s.end for s in stretches)])
-    ms, held = zip(*curve, (end, curve[-1][1]), strict=True)
-    axes.step(ms, [b / 2**30 for b in held], where="post", linewidth=0.8, color="black")
-    # By phase and not by name: there may be many segments, and they stand in their order.
-    kinds = [s.name.rpartition(" ")[2] for s in stretches]
-    for i, (s, kind) in enumerate(zip(stretches, kinds, strict=True)):
-        colour = PHASES.index(kind if kind in PHASES else "outside")  # as of the bars
+def _memory(axes: Any, curve: list[tuple[float, int]], sections: list[StepSection]) -> None:
+    """Draw the GiB of tensors over the step, with its sections in the background."""
+    end = max([curve[-1][0], *(s.end for s in sections)])
+    ms, sizes = zip(*curve, (end, curve[-1][1]), strict=True)
+    axes.step(ms, [b / 2**30 for b in sizes], where="post", linewidth=0.8, color="black")
+    # A colour for each phase, not for each name: there may be many segments.
+    kinds = [s.name.rpartition(" ")[2] for s in sections]
+    for i, (s, kind) in enumerate(zip(sections, kinds, strict=True)):
+        colour = PHASES.index(kind if kind in PHASES else "outside")  # that of the bars
         label = None if kind in kinds[:i] else kind
         axes.axvspan(s.start, s.end, alpha=0.25, color=f"C{colour}", label=label, linewidth=0)
     axes.set_ylim(bottom=0)
@@ -77,7 +84,7 @@ def _memory(axes: Any, curve: list[tuple[float, int]], stretches: list[Stretch])
 
 
 def _telemetry(axes: Any, readings: dict[str, list[float]]) -> None:
-    """Each reading as a share of its largest, over the timed steps."""
+    """Draw each reading over the timed steps, as a share of its largest."""
     for name, values in readings.items():
         if name != "seconds":
             largest = max(values) or 1
@@ -91,16 +98,15 @@ def _telemetry(axes: Any, readings: dict[str, list[float]]) -> None:
 
 
 def diagnosis(readings: list[dict[str, Any]], path: Path) -> None:
-    """kappa_R over the steps; of the newest state its cosines, norms, stream and experts."""
+    """Draw kappa_R by step, and the newest state's cosines, norms, stream and experts."""
     last = readings[-1]
     routed = "router_overlap" in last
     figure = Figure(figsize=(17 if routed else 13, 8), layout="constrained")
     panels = figure.subplots(2, 4 if routed else 3)
     _kappa(panels[0, 0], readings)
-    mean = [b["g_cosines"] for b in last["branches"]]
-    count = len(mean)
-    cosines = [[sum(column) / count for column in zip(*rows, strict=True)]
-               for rows in zip(*mean, strict=True)]  # fmt: skip
+    by_branch = [b["g_cosines"] for b in last["branches"]]
+    cosines = [[sum(column) / len(by_branch) for column in zip(*rows, strict=True)]
+               for rows in zip(*by_branch, strict=True)]  # fmt: skip
     loop_matrix(panels[0, 1], cosines, f"cosine of gradients, mean, step {last['step']}", -1)
     _norms(panels[0, 2], last["branches"])
     for axes, key in zip(panels[1], ("rms", "variance", "variance_between_tokens"), strict=False):
@@ -115,7 +121,7 @@ def diagnosis(readings: list[dict[str, Any]], path: Path) -> None:
 
 
 def _kappa(axes: Any, readings: list[dict[str, Any]]) -> None:
-    """Between no alignment (1) and all of it (R)."""
+    """Draw kappa_R by step, with lines at orthogonal (1) and aligned gradients (R)."""
     steps = [r["step"] for r in readings]
     axes.plot(steps, [r["kappa"] for r in readings], marker="o", label="kappa_R")
     axes.plot(
@@ -132,7 +138,7 @@ def _kappa(axes: Any, readings: list[dict[str, Any]]) -> None:
 
 
 def _norms(axes: Any, branches: list[dict[str, Any]]) -> None:
-    """One line a sublayer over the loops: a colour for each kind, fainter in earlier blocks."""
+    """Draw a line per sublayer over the loops: a colour per kind, fainter in earlier blocks."""
     count = len(branches) // 2
     for i, branch in enumerate(branches):
         block, kind = branch["sublayer"].split()
@@ -152,7 +158,7 @@ def _norms(axes: Any, branches: list[dict[str, Any]]) -> None:
 
 
 def _by_visit(axes: Any, readings: list[dict[str, Any]], key: str) -> None:
-    """One line a state, over the visits in their order."""
+    """Draw a line per state over the visits, in their order."""
     for i, r in enumerate(readings):
         values = [value for loop in r[key] for value in loop]
         shade = colormaps["viridis"](i / max(1, len(readings) - 1))

@@ -93,9 +93,9 @@ def describe(trainer: Trainer) -> list[str]:
 def without_effect(config: Config) -> list[str]:
     """Return a line for each field that was set but that another field leaves without effect."""
     m, t = config.model, config.train
-    sections = {choice.section for choice in RESIDUALS.values()} - {None}
-    unused = sections - {RESIDUALS[m.residual].section}
-    reasons = {name: f"model.residual={m.residual}" for name in sorted(unused)}
+    mine = RESIDUALS[m.residual].section
+    sections = {c.section for c in RESIDUALS.values() if c.section and c.section != mine}
+    reasons = {name: f"model.residual={m.residual}" for name in sorted(sections)}
     if not m.moe.experts:
         reasons["moe"] = "model.moe.experts=0"
     lines = [

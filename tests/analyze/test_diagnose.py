@@ -1,4 +1,4 @@
-"""deeploop diagnose: what it measures, what it writes, what it refuses."""
+"""deeploop diagnose: its figures, its files, the input that it refuses."""
 
 import dataclasses
 import hashlib
@@ -12,7 +12,13 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from deeploop.analyze import plots
-from deeploop.analyze.diagnose.diagnose import checkpoints, diagnose, draw_batch, exact, peak
+from deeploop.analyze.diagnose.diagnose import (
+    checkpoints,
+    diagnose,
+    draw_batch,
+    float32_config,
+    peak_bytes,
+)
 from deeploop.analyze.diagnose.diagnostics import Batch, measure_state
 from deeploop.analyze.plan.memory import LiveBytes
 from deeploop.cli import main
@@ -40,16 +46,16 @@ def files(folder):
     return {p: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.rglob("*") if p.is_file()}
 
 
-def test_a_run_is_diagnosed_as_it_began_and_at_each_checkpoint(trained, capsys):
+def test_a_run_is_diagnosed_at_initialisation_and_at_each_checkpoint(trained, capsys):
     before = files(trained.folder)
     assert main(["diagnose", str(trained.folder), "--probes", "2"]) == 0
     said = capsys.readouterr().out
     for word in ("full backprop", "GiB", "kappa", "diagnose.png", "1 attention"):
         assert word in said
-    found = json.loads((trained.folder / "diagnose.json").read_text())
-    assert (found["loops"], found["sequences"], found["probes"]) == (2, 4, 2)
-    assert [r["step"] for r in found["readings"]] == [0, 10, 20]
-    for r in found["readings"]:
+    results = json.loads((trained.folder / "diagnose.json").read_text())
+    assert (results["loops"], results["sequences"], results["probes"]) == (2, 4, 2)
+    assert [r["step"] for r in results["readings"]] == [0, 10, 20]
+    for r in results["readings"]:
         check_reading(r, loops=2, sublayers=2)
     assert (trained.folder / "diagnose.png").read_bytes().startswith(b"\x89PNG")
     after = files(trained.folder)
@@ -69,7 +75,7 @@ def check_reading(r, loops, sublayers):
     assert r["budget"]["measured"] <= r["budget"]["aligned"] * (1 + 1e-9)
 
 
-def test_a_preset_is_diagnosed_as_its_run_begins(trained, config, quiet, tmp_path):
+def test_a_preset_is_diagnosed_like_its_run_at_initialisation(trained, config, quiet, tmp_path):
     first = diagnose(trained.config, checkpoints(str(trained.folder)), quiet)[0]
     fresh = diagnose(config.replace("train", out=str(tmp_path / "new")), [], quiet)
     assert fresh == [first]
@@ -78,8 +84,8 @@ def test_a_preset_is_diagnosed_as_its_run_begins(trained, config, quiet, tmp_pat
 
 def test_a_checkpoint_alone(trained):
     path = trained.folder / "checkpoints" / "step_000010"
-    assert [found.step for found in checkpoints(str(path))] == [10]
-    assert [found.step for found in checkpoints(str(trained.folder))] == [10, 20]
+    assert [ckpt.step for ckpt in checkpoints(str(path))] == [10]
+    assert [ckpt.step for ckpt in checkpoints(str(trained.folder))] == [10, 20]
 
 
 def test_experts_loads_and_overlap_are_by_loop(config, quiet, tmp_path):
@@ -102,16 +108,16 @@ def test_one_loop_has_no_exponent(config, quiet, tmp_path):
 
 @pytest.mark.parametrize("residual", ["deeploop", "loom"])
 def test_memory_is_counted_without_allocating_it(config, residual):
-    """What fake tensors say against what real ones take."""
+    """Fake tensors against real ones."""
     config = config.replace("model", residual=residual, vocab_size=31, moe=EXPERTS)
     tokens = torch.zeros(4, 16, dtype=torch.int64)
     with LiveBytes() as live:
         model = LoopLM(config.model)
         measure_state(model, adamw(model, config.train), config, 0, Batch(tokens, tokens, 1, 0))
-    assert peak(config, 4) == pytest.approx(live.peak, rel=0.02)
+    assert peak_bytes(config, 4) == pytest.approx(live.peak, rel=0.02)
 
 
-def test_what_cannot_be_diagnosed_is_refused(trained, config, quiet, tmp_path):
+def test_impossible_diagnoses_are_refused(trained, config, quiet, tmp_path):
     fresh = config.replace("train", out=str(tmp_path / "new"))
     with pytest.raises(InputError, match="probes=0: must be at least 1"):
         diagnose(fresh, [], quiet, probes=0)
@@ -133,6 +139,7 @@ def test_what_cannot_be_diagnosed_is_refused(trained, config, quiet, tmp_path):
         (["deeploop-tiny", "--probes", "0"], "probes=0"),
         (["deeploop-tiny", "--draw", str(2**63)], f"draw={2**63}"),
         (["deeploop-tiny", "--draw", "-1"], "draw=-1"),
+        (["deeploop-tiny", "--loops", "0"], "model.loops=0"),
     ],
 )
 def test_the_command_line_refuses_in_a_sentence(arguments, named, capsys, tmp_path, monkeypatch):
@@ -161,7 +168,7 @@ def test_a_folder_that_cannot_be_is_refused_before_anything_is_computed(
     assert quiet.file.getvalue() == "" and (tmp_path / "file").read_text() == "kept"
 
 
-def test_what_is_not_finite_is_said_and_not_written(config, quiet, tmp_path):
+def test_figures_that_are_not_finite_are_refused_and_not_written(config, quiet, tmp_path):
     """The norm of such an embedding overflows, and its gradient is not a number."""
     config = config.replace("model", embed_std=1e30).replace("train", out=str(tmp_path / "x"))
     with pytest.raises(Diverged, match="at step 0 is not finite"):
@@ -180,8 +187,7 @@ def test_a_batch_is_no_larger_than_the_held_out_text(config, quiet, tmp_path):
     config = config.replace("train", batch_size=1000, micro_batch=0, out=str(tmp_path / "x"))
     config = config.replace("data", val_fraction=0.02)
     diagnose(config, [], quiet)
-    found = json.loads((tmp_path / "x" / "diagnose.json").read_text())
-    most = found["sequences"]
+    most = json.loads((tmp_path / "x" / "diagnose.json").read_text())["sequences"]
     assert 1 < most < 1000
     with pytest.raises(InputError, match=f"batch_size={most + 1}: the held-out text has {most} "):
         diagnose(config, [], quiet, batch_size=most + 1)
@@ -194,7 +200,7 @@ def test_a_narrow_terminal_cuts_no_figure(config, tmp_path):
     assert "\u2026" not in said and f"{r['update']['measured']:.1e}" in said
 
 
-def test_p_is_of_the_arms_that_have_one(config, quiet, tmp_path):
+def test_p_is_given_for_rules_with_an_exponent_alone(config, quiet, tmp_path):
     config = config.replace("model", residual="pre_norm").replace("train", out=str(tmp_path / "x"))
     (r,) = diagnose(config, [], quiet)
     assert r["gamma"] is not None and r["p"] is None
@@ -234,32 +240,34 @@ def test_budgets_are_those_of_the_rule(config, quiet, tmp_path):
 
 
 def test_the_bounds_constants_do_not_change_with_the_loops(config, quiet, tmp_path):
-    """As DeepLoop's rule has it: at the start |U| and |G| of a visit fall as beta/alpha."""
-    found = []
+    """DeepLoop's rule: at initialisation |U| and |G| of a visit fall as beta/alpha."""
+    readings = []
     for loops in (2, 8):
         c = config.replace("model", loops=loops).replace("train", out=str(tmp_path / str(loops)))
-        found += diagnose(c, [], quiet)
+        readings += diagnose(c, [], quiet)
     for key in ("c_u", "c_g"):
-        assert found[0][key] == pytest.approx(found[1][key], rel=0.05)
+        assert readings[0][key] == pytest.approx(readings[1][key], rel=0.05)
 
 
 def test_a_run_of_another_corpus_or_without_its_moments_is_refused(trained, quiet):
-    found = checkpoints(str(trained.folder))
-    (found[-1].path / "optimizer.pt").unlink()
+    ckpts = checkpoints(str(trained.folder))
+    (ckpts[-1].path / "optimizer.pt").unlink()
     with pytest.raises(InputError, match=r"optimizer.pt is not readable"):
-        diagnose(trained.config.replace("train", out=""), found, quiet)
+        diagnose(trained.config.replace("train", out=""), ckpts, quiet)
     with open(trained.config.data.path, "a") as file:
         file.write("more text\n" * 50)
     with pytest.raises(InputError, match="changed since the run"):
-        diagnose(trained.config.replace("train", out=""), found, quiet)
+        diagnose(trained.config.replace("train", out=""), ckpts, quiet)
 
 
-def test_it_is_in_float32_on_held_out_text(config):
+def test_a_diagnosis_is_in_float32_on_held_out_text(config):
     corpus = load_corpus(config.data.path, "byte", val_fraction=0.1)
     config = config.replace("train", precision="bf16", compile=True)
-    config = exact(config.replace("model", moe=MoEConfig(experts=4, top_k=2, d_expert=16)), corpus)
+    config = float32_config(
+        config.replace("model", moe=MoEConfig(experts=4, top_k=2, d_expert=16)), corpus
+    )
     assert config.train.precision == "fp32" and not config.train.compile
-    peer = exact(config.replace("model.moe", backend="megablocks"), corpus)
-    assert peer.model.moe.backend == "loop"
+    peer = float32_config(config.replace("model.moe", backend="megablocks"), corpus)
+    assert peer.model.moe.backend == "reference"
     held_out = dataclasses.replace(corpus, train=None)
     assert draw_batch(held_out, config, 3, 1, 0).tokens.shape == (3, 16)

@@ -1,4 +1,4 @@
-"""One state, read: against the trainer's own step, exact Jacobians and hand-made numbers."""
+"""Figures of one state, against the trainer's step, exact Jacobians and hand-made numbers."""
 
 import copy
 import math
@@ -8,17 +8,17 @@ import torch
 
 from deeploop.analyze.diagnose.diagnostics import (
     Batch,
-    Measured,
+    Measurement,
     mean_between_loops,
     measure_state,
     moments,
-    probe,
+    probe_jacobian,
     update_size,
 )
 from deeploop.analyze.diagnose.per_loop import (
     gradients,
     gram,
-    joint,
+    norm_of_sum,
     norms,
     per_loop_model,
     run_per_loop,
@@ -33,7 +33,7 @@ EXPERTS = MoEConfig(experts=4, top_k=2, d_expert=16, shared=1)
 
 @pytest.mark.parametrize("moe", [MoEConfig(), EXPERTS])
 @pytest.mark.parametrize("after", [0, 10])
-def test_the_step_is_the_runs_own(config, quiet, moe, after):
+def test_the_step_is_the_trainers(config, quiet, moe, after):
     """On the trainer's batch the shared weights become what the trainer makes of them."""
     config = config.replace("model", moe=moe)
     config = config.replace("train", steps=after or 20, eval_every=0)
@@ -74,17 +74,17 @@ def test_probes_estimate_the_jacobian():
     exact = sum(
         torch.stack([gram(v) for v in gradients(n, copies.branches, weight=row)[0]]) for row in rows
     )
-    found = sum(probe(n, copies.branches, Batch(n, n, 400, 0))) / 400
-    for of in (norms, joint):
-        torch.testing.assert_close(of(found), of(exact / n.numel()), rtol=0.1, atol=0)
+    estimate = sum(probe_jacobian(n, copies.branches, Batch(n, n, 400, 0))) / 400
+    for of in (norms, norm_of_sum):
+        torch.testing.assert_close(of(estimate), of(exact / n.numel()), rtol=0.1, atol=0)
 
 
-def test_what_the_update_is_held_against():
-    """Two parts of norms |U| = (1, 1; together 2) and (3, 4; together 5), moved by 1/2 and 2."""
+def test_bounds_of_the_update():
+    """Two groups of norms |U| = (1, 1; together 2) and (3, 4; together 5), moved by 1/2 and 2."""
     u = torch.tensor([[[1.0, 1.0], [1.0, 1.0]], [[9.0, 0.0], [0.0, 16.0]]]).double()
     nothing = torch.zeros(())
     steps, moved = torch.tensor([0.5, 2.0]).double(), torch.tensor(1.1)
-    m = Measured(nothing, nothing, None, u, u[None], steps, [4, 25], moved)
+    m = Measurement(nothing, nothing, None, u, u[None], steps, [4, 25], moved)
     assert update_size(m, u, 0.1) == pytest.approx(
         {
             "lr": 0.1,

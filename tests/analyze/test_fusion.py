@@ -1,4 +1,4 @@
-"""Branches as torch.compile runs them: what is kept for backward, what fused kernels move."""
+"""Branches as torch.compile runs them: tensors saved for backward, bytes that kernels move."""
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -10,8 +10,8 @@ from deeploop.analyze.plan.roofline import GPU, Clock
 from deeploop.model.mlp import SwiGLU
 
 
-def test_a_compiled_swiglu_keeps_and_moves_what_its_products_take():
-    """Of f inner columns: gate and up are kept, and their product; silu(gate) is made again."""
+def test_a_compiled_swiglu_saves_and_moves_the_inputs_of_its_products():
+    """Of f inner columns: gate, up and their product are saved; silu(gate) is recomputed."""
     n_rows, d, f = 512, 64, 128
     clock = Clock(DEVICES["h200"], GPU._replace(stream=1.0), 0)
     with FakeTensorMode(), LiveBytes(clock=clock) as live:

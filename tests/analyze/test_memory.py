@@ -1,4 +1,4 @@
-"""Counted memory: what a storage is, and that segments do not grow with the loops."""
+"""Counted memory: storages, segments that do not grow with the loops, a real step's bytes."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from deeploop.analyze.plan.roofline import MEASURED
 from deeploop.config.backprop import segments
 from deeploop.config.presets import preset, presets
 from deeploop.model.looplm import LoopLM
-from deeploop.train import backprop
+from deeploop.train.backprop import run_segment
 from deeploop.train.setup import open_run
 
 
@@ -31,7 +31,7 @@ def test_storages_count_once_and_until_they_are_freed():
         c = b * 2
         assert live.now == 4000 + 3200
         del a
-        assert live.now == 7200  # b still looks at it
+        assert live.now == 7200  # b is a view of it
         del b, c
         assert live.now == 0 and live.peak == 7200
 
@@ -49,10 +49,10 @@ def test_fake_tensors_count_as_real_ones():
     assert real.peak == fake.peak > 64 * 128 * 4
 
 
-def tiny(loops, plan, **train):
+def tiny(loops, backprop, **train):
     """loom-tiny at 8 x 64 bytes."""
     config = preset("loom-tiny").replace("model", vocab_size=256, loops=loops, seq_len=64)
-    return config.replace("train", backprop=plan, batch_size=8, precision="fp32", **train)
+    return config.replace("train", backprop=backprop, batch_size=8, precision="fp32", **train)
 
 
 def peak(config) -> int:
@@ -63,9 +63,9 @@ def peak(config) -> int:
         model = LoopLM(config.model)
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
-        carried = None
+        state = None
         for segment in segments(config.train, config.model.loops):
-            carried = backprop.backward(model, config, segment, x, x, carried, None).carried
+            state = run_segment(model, config, segment, x, x, state).state
     return live.peak
 
 
@@ -76,11 +76,11 @@ def test_segments_do_not_grow_with_the_loops():
     assert peaks[-1] < 0.4 * peak(tiny(12, "full"))
 
 
-def test_recomputing_holds_less():
-    kept, by_visit, by_loop = (
+def test_recomputing_takes_less_memory():
+    none, by_visit, by_loop = (
         peak(tiny(6, "full", recompute=r)) for r in ("none", "visit", "loop")
     )
-    assert by_visit < 0.6 * kept and by_loop < 0.6 * kept
+    assert by_visit < 0.6 * none and by_loop < 0.6 * none
 
 
 def counted(config, kind="cuda") -> float:
@@ -111,7 +111,6 @@ def allocated(config, folder, corpus_file) -> int:
         trainer.speed.start()
         for _ in range(2):
             trainer.step(observe=False)
-            trainer.done += 1
     trainer.lock.close()
     for event in profiled.profiler.kineto_results.events():
         if event.name() == "[memory]":
@@ -123,7 +122,7 @@ def allocated(config, folder, corpus_file) -> int:
 GPT2 = {"d_model": 128, "n_heads": 2, "vocab_size": 16384, "seq_len": 288, "qk_norm": True}
 RUNS = {
     "deeploop, last loop": ("deeploop-tiny", {}, {"backprop": "last", "backprop_loops": 1}),
-    "deeploop, each loop again": ("deeploop-tiny", {}, {"recompute": "loop"}),
+    "deeploop, loops recomputed": ("deeploop-tiny", {}, {"recompute": "loop"}),
     "gpt2-like, full": ("gpt2-small-r3-baseline", GPT2 | {"n_layers": 2}, {"micro_batch": 0}),
     "gpt2-like, accumulated": ("deeploop-tiny", GPT2, {"micro_batch": 2}),
     "loom, accumulated segments": (
@@ -132,14 +131,14 @@ RUNS = {
         {"batch_size": 12, "micro_batch": 1, "backprop_loops": 1},
     ),
     "loom, a step a batch": ("loom-tiny", {}, {"step_per": "batch", "micro_batch": 2}),
-    "released loom, each visit again": ("loom-tiny-released", {}, {"recompute": "visit"}),
+    "released loom, visits recomputed": ("loom-tiny-released", {}, {"recompute": "visit"}),
     "native loop, full": ("loom-tiny-native", {}, {"backprop": "full"}),
 }
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_a_counted_step_is_what_a_real_one_allocates(run, tmp_path, corpus_file):
-    """Within 2%; only what some operators allocate within themselves is estimated."""
+def test_a_counted_step_has_the_bytes_that_a_real_one_allocates(run, tmp_path, corpus_file):
+    """Within 2%; only the temporary memory of some operators is estimated."""
     name, model, train = RUNS[run]
     config = preset(name).replace("model", **{"loops": 4, "vocab_size": 256} | model)
     config = config.replace("data", tokenizer="byte")
@@ -149,13 +148,13 @@ def test_a_counted_step_is_what_a_real_one_allocates(run, tmp_path, corpus_file)
     assert counted(config, "cpu") == pytest.approx(real, rel=0.02)
 
 
-def test_one_count_tells_every_size_of_micro_batch():
-    """To the byte what a count at that size says."""
+def test_one_count_gives_every_size_of_micro_batch():
+    """To the byte the figures of a count at that size."""
     base = tiny(2, "full")
     memory = step_memory(base.replace("train", batch_size=64, micro_batch=4), "cuda")
-    for rows in (3, 4, 8, 12):
-        own = step_memory(base.replace("train", batch_size=64, micro_batch=rows), "cuda")
-        assert memory.memory(rows) == own.memory(rows)
+    for size in (3, 4, 8, 12):
+        counted_there = step_memory(base.replace("train", batch_size=64, micro_batch=size), "cuda")
+        assert memory.at(size) == counted_there.at(size)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 16, 17, 480])
@@ -168,16 +167,16 @@ def test_the_size_that_runs_divides_no_other(rows):
 
 
 @pytest.mark.parametrize(("vocab", "seq_len"), [(65536, 1024), (65536, 2048), (2**27, 128)])
-def test_sequences_of_whole_chunks_have_a_telling_size(vocab, seq_len):
+def test_sequences_of_whole_chunks_have_a_recognisable_size(vocab, seq_len):
     """No rows are left over for a last chunk, whatever the micro-batch."""
     m = preset("deeploop-tiny").replace("model", vocab_size=vocab, seq_len=seq_len).model
     assert recognisable_batch(8, m, chunk_rows(m, "cuda")) == 11
 
 
 @pytest.mark.parametrize(("loops", "size"), [(1, 3), (3, 3), (6, 3), (7, 3), (12, 3), (12, 1)])
-def test_segments_stand_for_all_of_the_plan(loops, size):
-    plan = segments(tiny(loops, "segments", backprop_loops=size).train, loops)
-    alike = distinct(plan)
-    assert sum(times for _, times in alike) == len(plan)
-    assert sum(times * len(segment.loops) for segment, times in alike) == loops
-    assert alike[0][0] == plan[0]
+def test_distinct_segments_stand_for_all_of_them(loops, size):
+    listed = segments(tiny(loops, "segments", backprop_loops=size).train, loops)
+    simulated = distinct(listed)
+    assert sum(times for _, times in simulated) == len(listed)
+    assert sum(times * len(segment.loops) for segment, times in simulated) == loops
+    assert simulated[0][0] == listed[0]

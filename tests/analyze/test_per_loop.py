@@ -1,4 +1,4 @@
-"""Visits' gradients apart: against the model's own, finite differences and exact Jacobians."""
+"""Gradients of single visits, against the model's gradient and finite differences."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from deeploop.analyze.diagnose.per_loop import (
     cosines,
-    directional,
+    directional_kappas,
     gradients,
     gram,
     kappas,
@@ -39,7 +39,7 @@ MODELS = {
 
 
 def build(config, dtype=torch.float64):
-    """A model no two of whose gains and routers are alike, and tokens."""
+    """A model whose gains and routers all differ, and tokens."""
     torch.manual_seed(0)
     model = LoopLM(config).to(dtype)
     for name, p in model.named_parameters():
@@ -57,7 +57,7 @@ def loss_of(model, result, tokens):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_walk_apart_is_the_models_walk(name):
+def test_running_copies_per_loop_gives_the_models_bits(name):
     model, tokens = build(MODELS[name], torch.float32)
     seen, wanted = [], []
     copies = per_loop_model(model).sublayers
@@ -86,11 +86,11 @@ def test_visits_add_up_to_the_ordinary_gradient(name, dtype, tolerance):
             for p, g in zip(group.params, zip(*visits, strict=True), strict=True)
         ]
     assert len(pairs) == len(list(model.parameters()))
-    for p, found in pairs:
-        assert (found - p.grad).norm() <= tolerance * p.grad.norm()
+    for p, grad in pairs:
+        assert (grad - p.grad).norm() <= tolerance * p.grad.norm()
 
 
-def test_views_are_leaves_of_their_own_in_the_models_memory():
+def test_copies_are_separate_leaves_on_the_models_storage():
     model, _ = build(MODELS["loom"])
     before = count_parameters(model)
     copies = per_loop_model(model)
@@ -100,8 +100,8 @@ def test_views_are_leaves_of_their_own_in_the_models_memory():
         leaves = [id(p) for visit in group.by_loop for p in visit] + [id(p) for p in group.params]
         assert len(set(leaves)) == len(leaves)
     moe = copies.sublayers[2][1].branch
-    assert moe.bias is model.sublayers[1].branch.bias  # one for all, as the model's
-    assert moe.routers[2] is model.sublayers[1].branch.routers[2]  # a loop's own: not apart
+    assert moe.bias is model.sublayers[1].branch.bias  # one for all loops, the model's
+    assert moe.routers[2] is model.sublayers[1].branch.routers[2]  # of one loop: not copied
     assert count_parameters(model) == before
 
 
@@ -119,12 +119,12 @@ def test_a_visits_gradient_is_the_slope_along_that_visit_alone(name):
     model.eval()
     copies = per_loop_model(model)
     groups = copies.branches + copies.gains
-    by_part, _ = gradients(
+    by_group, _ = gradients(
         loss_of(model, run_per_loop(model, copies.sublayers, tokens), tokens), groups
     )
     for j, group in enumerate(groups):
         for loop, visit in enumerate(group.by_loop):
-            for p, g in zip(visit, by_part[j][loop], strict=True):
+            for p, g in zip(visit, by_group[j][loop], strict=True):
                 direction = torch.randn_like(p)
                 ends = []
                 for step in (1e-5, -1e-5):
@@ -147,7 +147,7 @@ def test_kappa_is_1_where_visits_are_orthogonal_and_r_where_they_are_alike():
     eye = torch.eye(4).tolist()
     same = [[0.0, 2.0, 0.0, 0.0]] * 4
     mixed = grams_of(eye, [[x / 2 for x in v] for v in same])
-    for of in (kappas, directional):
+    for of in (kappas, directional_kappas):
         torch.testing.assert_close(of(mixed, mixed), torch.tensor([1.0, 4.0]).double())
         assert of(mixed[:1], grams_of(same)).item() == pytest.approx(2)  # sqrt(R) R / R
 
@@ -156,12 +156,12 @@ def test_kappa_takes_one_bound_for_all_visits_and_directional_each_visits_own():
     g = grams_of([[3.0], [1.0]], [[1.0], [1.0]])
     u = grams_of([[1.0], [1.0]], [[2.0], [2.0]])
     torch.testing.assert_close(kappas(u, g), torch.tensor([2 * 4 / 12, 4 * 2 / 12]).double())
-    torch.testing.assert_close(directional(u, g), torch.tensor([2.0, 2.0]).double())
+    torch.testing.assert_close(directional_kappas(u, g), torch.tensor([2.0, 2.0]).double())
 
 
 def test_visits_that_cancel_have_kappa_0():
     g = grams_of([[1.0, 0.0], [-1.0, 0.0]])
-    assert kappas(g, g).item() == directional(g, g).item() == 0
+    assert kappas(g, g).item() == directional_kappas(g, g).item() == 0
     torch.testing.assert_close(cosines(g)[0], torch.tensor([[1.0, -1.0], [-1.0, 1.0]]).double())
 
 
@@ -169,13 +169,13 @@ def test_visits_that_cancel_have_kappa_0():
 def test_kappa_lies_between_0_and_r(loops, width, seed):
     draw = torch.Generator().manual_seed(seed)
     u, g = (grams_of(*torch.randn(3, loops, width, generator=draw).tolist()) for _ in range(2))
-    low, high = kappas(u, g), directional(u, g)
+    low, high = kappas(u, g), directional_kappas(u, g)
     assert (low >= 0).all() and (low <= high + 1e-9).all() and (high <= loops + 1e-9).all()
 
 
 def test_nothing_shared_is_zero_and_not_nan():
     nothing = gram([[], []])[None]
-    for of in (kappas, directional):
+    for of in (kappas, directional_kappas):
         assert of(nothing, nothing).item() == 0
     assert (cosines(nothing) == 0).all()
 

@@ -11,20 +11,22 @@ from deeploop.analyze.plan.fits import check_memory
 from deeploop.analyze.plan.hardware import DEVICES
 from deeploop.analyze.plan.memory import PeakBytes
 from deeploop.analyze.plan.planner import (
-    GIB,
-    PAPER_HOURS,
-    PAPER_MFU,
     Estimate,
     count,
     count_parameters,
     count_whole,
     estimate,
-    hours_at,
     largest,
-    matrix,
-    matrix_sum,
     resolve,
     target_of,
+)
+from deeploop.analyze.plan.report import (
+    GIB,
+    PAPER_HOURS,
+    PAPER_MFU,
+    hours_at,
+    matrix,
+    matrix_sum,
 )
 from deeploop.cli import main
 from deeploop.config.presets import preset
@@ -46,7 +48,7 @@ def small(name, model=None, **train):
 
 RUNS = {
     "deeploop": small("gpt2-small-r3-deeploop"),
-    "pre_norm, each visit again": small("gpt2-small-r3-baseline", recompute="visit"),
+    "pre_norm, visits recomputed": small("gpt2-small-r3-baseline", recompute="visit"),
     "loom": small("loom-tiny", {"loops": 5}),
     "released loom, last loops": small("loom-tiny-released", {"loops": 4}, backprop="last"),
     "native loop": small("loom-tiny-native", {"loops": 3}, backprop="full"),
@@ -58,7 +60,9 @@ def test_layers_beyond_two_add_what_the_second_adds(run):
     short, whole = count(RUNS[run], H200), count_whole(RUNS[run], H200)
     for rows in (2, 4, 12):
         assert short.memory(rows).peak == pytest.approx(whole.memory(rows).peak, rel=1e-9)
-    assert short.parts == pytest.approx(whole.parts) and short.host == pytest.approx(whole.host)
+    assert short.by_component == pytest.approx(whole.by_component) and short.host == pytest.approx(
+        whole.host
+    )
 
 
 @pytest.mark.parametrize("batch", [24, 5])
@@ -87,12 +91,12 @@ MEASURED = [
 
 
 @pytest.mark.parametrize(("loops", "compiled", "rate", "gib"), MEASURED)
-def test_what_was_measured_on_an_h200(loops, compiled, rate, gib):
+def test_predictions_are_near_those_measured_on_an_h200(loops, compiled, rate, gib):
     """Memory within 5%. Speed is fitted to what six loops more take, not to the totals."""
     config = preset(f"gpt2-small-r{loops}-deeploop")
     config = config.replace("train", batch_size=32, micro_batch=32, compile=compiled)
     step = count(resolve(config, "cuda"), H200)
-    predicted = 32 * 1024 / sum(step.parts.values())
+    predicted = 32 * 1024 / sum(step.by_component.values())
     assert rate < predicted < 1.18 * rate
     if gib is not None:
         assert step.memory(32).peak / GIB == pytest.approx(gib, rel=0.05)
@@ -104,7 +108,9 @@ def test_compiled_counts_stay_compiled(name):
     model = {"n_layers": 1, "loops": 1, "seq_len": 288}
     config = small(name, model, compile=True, batch_size=4)
     first, *others = (count(config, H200) for _ in range(10 if name == "deeploop-tiny" else 2))
-    assert all(s.memory(4) == first.memory(4) and s.parts == first.parts for s in others)
+    assert all(
+        s.memory(4) == first.memory(4) and s.by_component == first.by_component for s in others
+    )
     eager = count(config.replace("train", compile=False), H200)
     assert first.memory(4).peak < eager.memory(4).peak
 
@@ -120,23 +126,23 @@ def test_the_papers_matrix_takes_its_hours_at_its_mfu():
     assert saved == pytest.approx(PAPER_HOURS * (1 - 0.29 / 0.5), rel=0.15)
 
 
-def test_a_host_that_cannot_keep_ahead_sets_the_pace():
+def test_slow_launches_set_the_step_time():
     e = estimate(preset("deeploop-tiny"), H200)
-    assert e.seconds == e.host > sum(e.parts.values())
-    slow = e._replace(parts={"GEMM": 2 * e.host})
+    assert e.seconds == e.host > sum(e.by_component.values())
+    slow = e._replace(by_component={"GEMM": 2 * e.host})
     assert slow.seconds == 2 * e.host and slow.hours == 2 * e.hours
 
 
 @pytest.mark.parametrize(
-    ("part", "values", "named"),
+    ("section", "values", "named"),
     [
-        ("model.moe", {"backend": "loop"}, "model.moe.backend"),
+        ("model.moe", {"backend": "reference"}, "model.moe.backend"),
         ("data", {"tokenizer": "mine/tokenizer.json"}, "model.vocab_size"),
     ],
 )
-def test_what_cannot_be_planned_is_refused_by_name(part, values, named):
+def test_runs_that_cannot_be_planned_are_refused_by_name(section, values, named):
     with pytest.raises(InputError, match=named):
-        resolve(preset("loom-tiny").replace(part, **values), "cuda")
+        resolve(preset("loom-tiny").replace(section, **values), "cuda")
 
 
 def planned(capsys, *arguments):
@@ -149,21 +155,23 @@ def test_plan_says_memory_time_and_hours(capsys):
     overrides = ("--backprop", "segments", "--micro-batch", "8", "--model.n-layers", "1")
     code, said, _ = planned(capsys, "loom-329m", *overrides)
     assert code == 0
-    words = ["H200", "micro-batches of 8", "GiB", "experts", "tokens/s", "MFU", "10.49 B tokens"]
-    for word in (*words, "paper: 12.6 of 19.3 GiB, 0.65"):
+    for word in (
+        "H200", "micro-batches of 8", "backprop segments, 3 loops", "GiB", "experts", "tokens/s",
+        "MFU", "10.49 B tokens", "paper: 12.6 of 19.3 GiB, 0.65",
+    ):  # fmt: skip
         assert word in said
 
 
 def test_plan_as_json(capsys):
     code, said, _ = planned(capsys, "--device", "a100", "--json")
-    found = json.loads(said)
-    assert code == 0 and found["device"] == "A100 SXM 80 GB" and found["parameters"] == 935_808
-    memory = found["memory"]
+    e = json.loads(said)
+    assert code == 0 and e["device"] == "A100 SXM 80 GB" and e["parameters"] == 935_808
+    memory = e["memory"]
     assert memory["peak"] == pytest.approx(sum(memory[name] for name in PeakBytes._fields))
 
 
 def test_plan_measures_this_cpu(capsys):
-    code, said, _ = planned(capsys, "--device", "cpu", "--model.loops", "1")
+    code, said, _ = planned(capsys, "--device", "cpu", "--loops", "1")
     assert code == 0 and "this CPU" in said
 
 
@@ -192,13 +200,15 @@ def test_units_follow_the_size(capsys):
 
 
 @pytest.mark.parametrize("device", ["h200", "b200"])
-def test_the_papers_hours_stand_beside_its_own_runs_alone(device):
+def test_the_papers_hours_are_printed_for_its_own_runs_alone(device):
     target = target_of(device)
     configs = [resolve(c, "cuda") for c in matrix()]
-    found = [Estimate(c, target, 0, PeakBytes(0, 0, 0, 0), {"GEMM": 1.0}, 0.0, 1) for c in configs]
-    said = "\n".join(matrix_sum(found))
+    estimates = [
+        Estimate(c, target, 0, PeakBytes(0, 0, 0, 0), {"GEMM": 1.0}, 0.0, 1) for c in configs
+    ]
+    said = "\n".join(matrix_sum(estimates))
     assert "3,700  as the paper reports" in said and "the paper's hours are 34%" in said
-    halved = [e._replace(config=e.config.replace("train", steps=100)) for e in found]
+    halved = [e._replace(config=e.config.replace("train", steps=100)) for e in estimates]
     assert len(matrix_sum(halved)) == 2
 
 

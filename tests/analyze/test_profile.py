@@ -1,4 +1,4 @@
-"""Profiles of real steps: every product found its part, sums are the step, the folder is whole."""
+"""Profiles of real steps: each product has its component, times add up, the files are written."""
 
 import gzip
 import json
@@ -31,14 +31,14 @@ def opened(config, quiet, model=None, **train):
 
 
 def events_of(trainer, path):
-    profile.advance(trainer)
-    profile.record(trainer, 1).export_chrome_trace(str(path))
+    profile.take_steps(trainer)
+    profile.trace_steps(trainer, 1).export_chrome_trace(str(path))
     events = trace.read(path)
     (step,) = trace.steps(events)
-    return trace.within(events, step), step
+    return trace.events_of(events, step), step
 
 
-PLANS = {
+BACKPROP = {
     "full": ({}, 3, 3),
     "segments": ({"backprop": "segments", "backprop_loops": 2}, 3, 3),
     "last": ({"backprop": "last", "backprop_loops": 1}, 3, 1),
@@ -47,7 +47,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize(
-    ("plan", "recompute"),
+    ("backprop", "recompute"),
     [
         ("full", "none"),
         ("full", "loop"),
@@ -57,26 +57,28 @@ PLANS = {
         ("accumulated", "visit"),
     ],
 )
-def test_every_matrix_product_finds_its_part_and_phase(plan, recompute, config, quiet, tmp_path):
-    """Two products a branch forward, four backward, two where it is run again."""
-    train, loops, with_gradient = PLANS[plan]
+def test_every_product_has_its_component_and_phase(backprop, recompute, config, quiet, tmp_path):
+    """Two products a branch forward, four backward, two where it is recomputed."""
+    train, loops, with_gradient = BACKPROP[backprop]
     sizes = {"loops": 3, "n_layers": 2}
     trainer = opened(config, quiet, sizes, recompute=recompute, **train)
     with trainer.lock:
         inside, step = events_of(trainer, tmp_path / "t.json.gz")
     host = [e for e in inside if e.get("cat") in trace.ON_HOST]
-    found, end = Counter(), 0.0
+    counts, end = Counter(), 0.0
     for e, label in trace.labels(host, step):
         # Checkpointing sends each op through its dispatch mode, where it shows once more.
         if e["name"] == "aten::mm" and e["ts"] >= end:
-            found[label] += 1
+            counts[label] += 1
             end = e["ts"] + e["dur"]
     expected = Counter()
-    for part in ("attention", "mlp"):
-        expected[part, "forward"] = 2 * 2 * loops
-        expected[part, "backward"] = 4 * 2 * with_gradient
-        expected[part, "recompute"] = 0 if recompute == "none" else 2 * 2 * with_gradient
-    products = {k: n for k, n in found.items() if k[0] != "loss"}  # as many as its chunks
+    for component in ("attention", "mlp"):
+        expected[component, "forward"] = 2 * 2 * loops
+        expected[component, "backward"] = 4 * 2 * with_gradient
+        expected[component, "recompute"] = 0 if recompute == "none" else 2 * 2 * with_gradient
+    products = {
+        k: n for k, n in counts.items() if k[0] != "loss"
+    }  # of the loss: as many as its chunks
     assert products == +expected
 
 
@@ -89,7 +91,7 @@ def test_experts_router_and_updates_are_told_apart(config, quiet, tmp_path):
         inside, step = events_of(trainer, tmp_path / "t.json.gz")
     host = [e for e in inside if e.get("cat") in trace.ON_HOST]
     by_op = {(e["name"], *label) for e, label in trace.labels(host, step)}
-    for op, part in (
+    for op, component in (
         ("sigmoid_router", "router"), ("experts", "experts"), ("expert_combine", "updates"),
         ("linear_update", "updates"),
     ):  # fmt: skip
@@ -97,18 +99,18 @@ def test_experts_router_and_updates_are_told_apart(config, quiet, tmp_path):
             (f"deeploop::{op}", "forward"),
             (f"deeploop::{op}_backward", "backward"),
         ):
-            assert {x for x in by_op if x[0] == name} == {(name, part, phase)}
-    times = trace.split(inside, step)
+            assert {x for x in by_op if x[0] == name} == {(name, component, phase)}
+    times = trace.time_by_label(inside, step)
     assert sum(times.values()) == pytest.approx(step["dur"] / 1e3, rel=1e-9)
     assert trace.IDLE not in times
-    names = [s.name for s in trace.stretches(inside, step, [(0.0, 0)])]
+    names = [s.name for s in trace.sections(inside, step, [(0.0, 0)])]
     assert names == [
         f"loops {i}-{i} {p}" if p != "optimizer" else p
         for i in (1, 2) for p in ("forward", "backward", "optimizer")
     ]  # fmt: skip
 
 
-def test_memory_is_what_the_step_is_counted_to_hold(config, quiet, tmp_path):
+def test_traced_memory_is_the_counted_memory(config, quiet, tmp_path):
     trainer = opened(config, quiet, {"loops": 4, "d_model": 64, "vocab_size": 64}, micro_batch=4)
     with trainer.lock:
         inside, step = events_of(trainer, tmp_path / "t.json.gz")
@@ -118,8 +120,8 @@ def test_memory_is_what_the_step_is_counted_to_hold(config, quiet, tmp_path):
     buffers = sum(b.nbytes for b in trainer.model.buffers())
     steps = 4 * len(list(trainer.model.parameters()))  # AdamW counts them, one by weight
     assert base == 3 * weights + buffers + steps
-    counted = step_memory(trainer.config, "cpu", exact=True).memory(4).peak
-    assert max(held for _, held in curve) == pytest.approx(counted, rel=0.1)
+    counted = step_memory(trainer.config, "cpu", exact=True).at(4).peak
+    assert max(size for _, size in curve) == pytest.approx(counted, rel=0.1)
     assert curve[-1][1] == pytest.approx(base, rel=0.05)  # gradients and activations are gone
 
 
@@ -157,6 +159,7 @@ def test_a_corpus_is_read_where_one_is_named(capsys, tmp_path, corpus_file):
         (["--warmup", "0"], "warmup=0"),
         (["--traced", "-1"], "traced=-1"),
         (["--steps", "0"], "train.steps=0"),
+        (["--loops", "0"], "model.loops=0"),
         (["nothing-like-it"], "nothing-like-it"),
         (["--data", "nowhere.txt"], "nowhere.txt"),
         (["--resume", "x"], "--resume"),
@@ -219,17 +222,17 @@ def test_two_ranks_profile_together_and_the_first_reports(tmp_path):
 
 
 def test_a_gpus_readings_and_mfu_are_shown(config, quiet, tmp_path):
-    """What a CPU has not: figures as a GPU's profile would hold them."""
+    """A CPU has neither: these are figures as a GPU's profile would have them."""
     trainer = opened(config, quiet)
     with trainer.lock:
         inside, step = events_of(trainer, tmp_path / "t.json.gz")
-        taken = profile.taken_apart([step, *inside], trainer)
+        summary = profile.summarise([step, *inside], trainer)
     readings = {"seconds": [0.0, 0.1], "used_gib": [1.0, 2.0], "power_w": [300.0, 650.5]}
     readings |= {"sm_mhz": [1980, 1980], "memory_mhz": [3201, 3201]}
     figures = {
-        **profile.described(trainer),
-        **profile.speed(trainer, [0.3, 0.1, 0.2]),
-        **taken.figures,
+        **profile.setup_figures(trainer),
+        **profile.speed_figures(trainer, [0.3, 0.1, 0.2]),
+        **summary.figures,
         "mfu": 0.421,
         "telemetry": readings,
     }
@@ -237,5 +240,5 @@ def test_a_gpus_readings_and_mfu_are_shown(config, quiet, tmp_path):
     profile.report(figures, tmp_path, quiet)
     said = quiet.file.getvalue()
     assert "MFU 42.1%" in said and "power_w up to 650.5" in said
-    plots.profile(figures, taken.curve, taken.stretches, tmp_path / "page.png")
+    plots.profile(figures, summary.curve, summary.sections, tmp_path / "page.png")
     assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")

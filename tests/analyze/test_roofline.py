@@ -71,7 +71,7 @@ def test_a_lookup_reads_the_rows_it_takes():
 
 
 def test_an_update_moves_its_floor():
-    """post_sandwich forward: 4 passes (README), and its rows' two statistics."""
+    """post_sandwich forward: 4 passes over [rows, d], and two statistics a row."""
 
     def run(h, f):
         post_sandwich(h, f, None, None, 2.0)
@@ -88,39 +88,50 @@ def test_experts_run_the_products_that_each_row_needs():
         ends = torch.zeros(3, dtype=torch.int32)
         experts.grouped_mm(x, gate_up, down, token, token.view(10, 3), ends).sum().backward()
 
-    found = timed(FLOPS, run, (10, 16), (3, 24, 16), (3, 16, 12), dtype=torch.float64)
-    assert found["experts"] == 3 * 30 * 2 * (24 * 16 + 16 * 12)
+    seconds = timed(FLOPS, run, (10, 16), (3, 24, 16), (3, 16, 12), dtype=torch.float64)
+    assert seconds["experts"] == 3 * 30 * 2 * (24 * 16 + 16 * 12)
 
 
-PLANS = [
+BACKPROP = [
     {"backprop": "full"},
     {"backprop": "segments", "backprop_loops": 1, "micro_batch": 2},
     {"backprop": "last", "backprop_loops": 2, "micro_batch": 4},
 ]
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=lambda p: p["backprop"])
-def test_a_step_runs_the_models_flops(plan):
-    """And one of attention's products more, backward: its scores are made again."""
+@pytest.mark.parametrize("train", BACKPROP, ids=lambda t: t["backprop"])
+def test_a_step_runs_the_models_flops(train):
+    """And one more of attention's products in backward, which recomputes the scores."""
     config = preset("deeploop-tiny").replace("model", seq_len=320, n_layers=1)
-    config = config.replace("train", precision="fp32", batch_size=8, **plan)
+    config = config.replace("train", precision="fp32", batch_size=8, **train)
     config = resolve(config, "cuda")
     clock = Clock(FLOPS, MEASURED, 256)
     step_memory(config, "cuda", clock)
-    m, tokens, plan = config.model, 8 * 320, segments(config.train, config.model.loops)
-    again = 2 * m.d_model * m.seq_len * sum(len(s.loops) for s in plan)
+    m, tokens, listed = config.model, 8 * 320, segments(config.train, config.model.loops)
+    recomputed = 2 * m.d_model * m.seq_len * sum(len(s.loops) for s in listed)
     assert sum(clock.seconds.values()) == pytest.approx(
-        tokens * (flops_per_token(config) + again), rel=1e-9
+        tokens * (flops_per_token(config) + recomputed), rel=1e-9
     )
-    assert clock.seconds["head and loss"] == pytest.approx(6 * tokens * 256 * 192 * len(plan))
+    assert clock.seconds["head and loss"] == pytest.approx(6 * tokens * 256 * 192 * len(listed))
 
 
-def test_a_spell_counts_what_runs_in_it_so_many_times():
+def test_repeat_multiplies_the_time_of_the_operators_inside():
     once, often = (Clock(BYTES, MEASURED._replace(launch=1.0), 0) for _ in range(2))
     x = torch.zeros(8)
     with LiveBytes(clock=once):
         x + x
-    with LiveBytes(clock=often), often.repeat(3, share=0.5, part="optimizer"):
+    with LiveBytes(clock=often), often.repeat(3, share=0.5, component="optimizer"):
         x + x
     assert often.seconds == {"optimizer": 1.5 * once.seconds["elementwise"]}
     assert (once.host, often.host) == (1, 3)
+
+
+def test_the_steps_metrics_and_the_routers_biases_take_no_time():
+    """Launches are of segments and optimizer steps; moving the biases comes after them."""
+    config = preset("loom-tiny").replace("model", loops=1, n_layers=1, vocab_size=256)
+    launches = []
+    for lr in (0.0, 1e-3):
+        clock = Clock(BYTES, MEASURED._replace(launch=1.0), 256)
+        step_memory(config.replace("model.moe", balance_lr=lr), "cuda", clock)
+        launches.append(clock.host)
+    assert launches[0] == launches[1] > 100

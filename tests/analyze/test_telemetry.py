@@ -1,4 +1,4 @@
-"""Readings of a GPU, by a fake NVML: units, one sample at least, none where nothing reads."""
+"""Samples of a GPU, by a fake NVML: their units, at least one, none without a GPU."""
 
 import time
 from types import SimpleNamespace
@@ -6,7 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deeploop.analyze.profile.telemetry import Sample, columns, reader, reading, sampled
+from deeploop.analyze.profile.telemetry import (
+    Sample,
+    columns,
+    gpu_reader,
+    nvml_reader,
+    sampling,
+)
 
 
 def fake_nvml():
@@ -20,15 +26,15 @@ def fake_nvml():
 
 
 def test_readings_are_in_gib_watts_and_megahertz():
-    assert reading(fake_nvml(), None)(1.5) == Sample(1.5, 3.0, 650.5, 1980, 3201)
+    assert nvml_reader(fake_nvml(), None)(1.5) == Sample(1.5, 3.0, 650.5, 1980, 3201)
 
 
 def test_samples_are_taken_from_start_to_end():
-    read = reading(fake_nvml(), None)
-    with sampled(read, every=0.01) as samples:
+    read = nvml_reader(fake_nvml(), None)
+    with sampling(read, every=0.01) as samples:
         pass
     assert len(samples) >= 1
-    with sampled(read, every=0.005) as samples:
+    with sampling(read, every=0.005) as samples:
         time.sleep(0.2)
     count, seconds = len(samples), columns(samples)["seconds"]
     assert count > 3 and seconds == sorted(seconds) and seconds[0] < 0.1
@@ -37,7 +43,8 @@ def test_samples_are_taken_from_start_to_end():
 
 
 def test_the_thread_ends_with_an_error_inside():
-    with pytest.raises(ZeroDivisionError), sampled(reading(fake_nvml(), None), 0.005) as samples:
+    read = nvml_reader(fake_nvml(), None)
+    with pytest.raises(ZeroDivisionError), sampling(read, 0.005) as samples:
         raise ZeroDivisionError
     count = len(samples)
     time.sleep(0.03)
@@ -45,8 +52,8 @@ def test_the_thread_ends_with_an_error_inside():
 
 
 def test_without_a_gpu_nothing_is_sampled():
-    none = reader(torch.device("cpu"))
+    none = gpu_reader(torch.device("cpu"))
     assert none == "none"
-    with sampled(none) as samples:
+    with sampling(none) as samples:
         pass
     assert samples == [] and columns(samples)["power_w"] == []

@@ -1,4 +1,4 @@
-"""A trace taken apart: by hand on events of a CPU and of CUDA, and by brute force."""
+"""Time and memory from a trace: hand-made events of a CPU and of CUDA, and brute force."""
 
 from collections import defaultdict
 
@@ -11,12 +11,12 @@ from deeploop.analyze.profile.trace import (
     IDLE,
     Interval,
     Label,
+    events_of,
+    exclusive_times,
     memory,
-    owned,
-    split,
+    sections,
     steps,
-    stretches,
-    within,
+    time_by_label,
 )
 
 MAIN, ENGINE = 1, 2  # threads
@@ -60,7 +60,7 @@ def on_one_thread():
         node("ExpertsBackward", 410, 500, 8),
         node("RouterBackward", 500, 550, 7),
         node("MmBackward0", 600, 700, 6),
-        span("attention", 620, 680),  # run again
+        span("attention", 620, 680),  # recomputed
         event("aten::mm", 630, 640, Sequence_number=30),
         node("torch::autograd::AccumulateGrad", 700, 710, -1),
         span("optimizer", 900, 950),
@@ -71,10 +71,10 @@ def micro(times):
     return {tuple(label): round(ms * 1e3) for label, ms in times.items()}
 
 
-def test_on_a_cpu_the_innermost_event_owns_the_time():
+def test_on_a_cpu_time_goes_to_the_innermost_event():
     events = on_one_thread()
     (step,) = steps(events)
-    assert micro(split(events, step)) == {
+    assert micro(time_by_label(events, step)) == {
         ("data", "outside"): 20,
         ("other", "forward"): 10 + 20,
         ("attention", "forward"): 70,
@@ -123,13 +123,13 @@ def test_on_cuda_kernels_take_the_label_of_their_launch_and_the_rest_is_idle():
         kernel(640, 800, 6, "ncclDevKernel_AllReduce", tid=8),
     ]
     (step,) = steps(events)
-    times = split(within(events, step), step)
+    times = time_by_label(events_of(events, step), step)
     assert micro(times) == {
         ("attention", "forward"): 100,
         ("router", "forward"): 50,
         ("experts", "backward"): 100 + 50,
         ("updates", "recompute"): 50,
-        ("communication", "outside"): 100,  # what nothing else hides
+        ("communication", "outside"): 100,  # where no other kernel runs
         tuple(IDLE): 1000 - 450,
     }
     assert sum(times.values()) == pytest.approx(1.0)
@@ -140,7 +140,7 @@ def test_a_kernel_without_a_launch_is_known_by_its_op():
     run = event("gemm", 30, 40, 7, "kernel", correlation=4, External_id=9)
     stray = event("gemm", 50, 60, 7, "kernel", correlation=5)
     events = [span("step", 0, 100), span("experts", 5, 25), op, run, stray]
-    assert micro(split(events, events[0])) == {
+    assert micro(time_by_label(events, events[0])) == {
         ("experts", "outside"): 10, ("other", "outside"): 10, tuple(IDLE): 80,
     }  # fmt: skip
 
@@ -149,20 +149,20 @@ def test_a_kernel_without_a_launch_is_known_by_its_op():
     st.lists(st.tuples(st.integers(0, 15), st.integers(0, 15), st.booleans()), max_size=12),
     st.integers(1, 12),
 )
-def test_each_instant_has_one_owner(spans, total):
+def test_each_instant_goes_to_one_label(spans, total):
     intervals = [
-        Interval(a, a + length, Label(str(i), ""), behind)
-        for i, (a, length, behind) in enumerate(spans)
+        Interval(a, a + length, Label(str(i), ""), low_priority)
+        for i, (a, length, low_priority) in enumerate(spans)
     ]
-    found = owned(intervals, total)
-    assert sum(found.values()) == total
+    times = exclusive_times(intervals, total)
+    assert sum(times.values()) == total
     expected = defaultdict(float)
     for t in range(total):
         here = [i for i in intervals if i.start <= t < i.end]
-        best = max(((not i.behind, i.start, -i.end) for i in here), default=None)
-        same = [i.label for i in here if (not i.behind, i.start, -i.end) == best]
+        best = max(((not i.low_priority, i.start, -i.end) for i in here), default=None)
+        same = [i.label for i in here if (not i.low_priority, i.start, -i.end) == best]
         expected[same[-1] if same else IDLE] += 1
-    assert found == expected
+    assert times == expected
 
 
 def change(ts, size, total, kind=0):
@@ -170,7 +170,7 @@ def change(ts, size, total, kind=0):
     return {"ph": "i", "name": "[memory]", "ts": 1e9 + ts, "tid": MAIN, "args": args}
 
 
-def test_memory_of_a_cpu_counts_from_what_the_step_found():
+def test_memory_of_a_cpu_counts_from_the_bytes_at_the_start_of_the_step():
     step = span("step", 0, 1000)
     changes = [change(100, 5, 25), change(200, 7, 32), change(300, -5, 27), change(400, 9, 9, 1)]
     curve = memory([step, *changes], step, cuda=False, base=1000)
@@ -179,16 +179,16 @@ def test_memory_of_a_cpu_counts_from_what_the_step_found():
     assert memory([step], step, cuda=False, base=1000) == [(0.0, 1000)]
 
 
-def test_peaks_of_the_stretches_between_boundaries():
+def test_peaks_of_the_sections_of_a_step():
     events = [
         span("step", 0, 1000), span("loops 1-2 forward", 0, 250), span("attention", 0, 250),
         span("loops 1-2 backward", 250, 900), span("optimizer", 900, 1000),
     ]  # fmt: skip
     curve = [(0.0, 10), (0.1, 30), (0.2, 20), (0.4, 25), (0.95, 5)]
-    found = stretches(events, events[0], curve)
-    assert [(s.name, s.peak) for s in found] == [
+    listed = sections(events, events[0], curve)
+    assert [(s.name, s.peak) for s in listed] == [
         ("loops 1-2 forward", 30),
-        ("loops 1-2 backward", 25),  # the 20 that it began with, then 25
+        ("loops 1-2 backward", 25),  # 20 at its start, then 25
         ("optimizer", 25),
     ]
-    assert [(s.start, s.end) for s in found] == [(0, 0.25), (0.25, 0.9), (0.9, 1.0)]
+    assert [(s.start, s.end) for s in listed] == [(0, 0.25), (0.25, 0.9), (0.9, 1.0)]

@@ -7,7 +7,9 @@ import sys
 
 import pytest
 
-from deeploop.cli import main, parse_train
+from deeploop.cli import VERBS, main
+from deeploop.cli.train import parse_train
+from deeploop.config import Config
 from deeploop.utils.errors import InputError
 
 TINY = [
@@ -50,9 +52,13 @@ def test_print_config_prints_what_would_run(capsys):
     assert code == 0 and printed["model"]["loops"] == 5 and printed["model"]["d_model"] == 768
 
 
-def test_print_config_reads_back(capsys, tmp_path):
-    from deeploop.config import Config
+def test_short_options_set_the_models_loops_and_the_backprop():
+    config = parse_train(["--loops", "8", "--backprop", "last"]).config
+    assert (config.model.loops, config.train.backprop) == (8, "last")
+    assert config == parse_train(["--model.loops", "8", "--train.backprop", "last"]).config
 
+
+def test_print_config_reads_back(capsys):
     _, said, _ = run(capsys, "train", "--print-config")
     assert Config.from_json(said) == parse_train([]).config
 
@@ -60,16 +66,17 @@ def test_print_config_reads_back(capsys, tmp_path):
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
 def test_help_names_every_verb(capsys, arguments):
     code, said, _ = run(capsys, *arguments)
-    assert code == 0 and all(verb in said for verb in ("train", "generate", "data"))
+    assert code == 0 and all(f"deeploop {verb} " in said for verb in VERBS)
 
 
-@pytest.mark.parametrize("verb", ["train", "generate", "data"])
+@pytest.mark.parametrize("verb", VERBS)
 def test_help_of_each_verb(verb, capsys):
     with pytest.raises(SystemExit) as stopped:
         main([verb, "--help"])
     assert stopped.value.code == 0
     said = capsys.readouterr().out
     assert "--" in said and ("deeploop-tiny" in said or verb != "train")
+    assert ("--model.loops" in said) == ("--backprop" in said) == (verb not in ("generate", "data"))
 
 
 BAD = {
@@ -79,6 +86,7 @@ BAD = {
     "torn shard": (["--data", "torn.bin"], "torn.bin"),
     "token id >= vocab": (["--data", "high", "--model.vocab-size", "300"], "60000"),
     "no loops": (["--model.loops", "0"], "model.loops=0"),
+    "unknown residual rule": (["--model.residual", "x"], "model.residual='x'"),
     "uneven heads": (["--model.n-heads", "5"], "model.n_heads=5"),
     "unknown preset": (["deeplop-tiny"], "deeplop-tiny"),
     "absent run": (["--resume", "nothing"], "nothing"),
@@ -145,10 +153,8 @@ def test_checkpoint_of_another_config(capsys, tmp_path, corpus_file):
     "flags",
     [
         ["--model.width", "3"],
-        ["--loops", "3"],
         ["--model.loops", "four"],
         ["--nope"],
-        ["--model.residual", "x"],
         ["--steps"],
         ["--resume"],
     ],

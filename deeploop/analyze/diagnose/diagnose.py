@@ -1,9 +1,10 @@
-"""What sharing weights over loops does to a model: `deeploop diagnose RUN|PRESET`.
+"""Diagnose weight sharing: `deeploop diagnose RUN|PRESET`.
 
-A preset is diagnosed as it begins; a run there and at each checkpoint it kept, all on one
-held-out batch, in float32, under full backprop whatever the plan of the run. Written are
-diagnose.json and diagnose.png. `deeploop.analyze.diagnose.per_loop` says what kappa_R stands on,
-`deeploop.analyze.diagnose.diagnostics` what else is measured.
+A preset is diagnosed at initialisation; a run at initialisation and at each checkpoint that it
+has. All states use the same held-out batch, in float32, under full backprop even if the run
+trains otherwise. The results are diagnose.json and diagnose.png.
+`deeploop.analyze.diagnose.per_loop` defines kappa_R,
+`deeploop.analyze.diagnose.diagnostics` the other figures.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from deeploop.analyze.diagnose.diagnostics import Batch, Measured, as_figures, measure_state
+from deeploop.analyze.diagnose.diagnostics import Batch, Measurement, as_figures, measure_state
 from deeploop.analyze.plan.memory import LiveBytes
 from deeploop.config import Config
 from deeploop.config.fields import MAX_SEED
@@ -37,19 +38,29 @@ from deeploop.utils.errors import Diverged, InputError
 
 def diagnose(
     config: Config,
-    found: list[checkpoint.Checkpoint],
+    ckpts: list[checkpoint.Checkpoint],
     console: Console,
     *,
     probes: int = 4,
     batch_size: int = 0,
     draw: int = 0,
 ) -> list[dict[str, Any]]:
-    """Diagnose a preset as it begins, or a run's checkpoints; returns what diagnose.json holds.
+    """Diagnose a preset at initialisation, or a run's checkpoints; writes the results.
 
-    batch_size sequences (0: the run's micro-batch, or all held-out ones where they are
-    fewer) and `probes` probes are drawn by `draw`. Raises InputError for what cannot be
-    diagnosed, before anything is computed, and Diverged where a figure is not finite;
-    nothing is written then.
+    Args:
+        config: the preset's, or the run's.
+        ckpts: the run's checkpoints; none for a preset.
+        console: prints the table.
+        probes: random probes of the Jacobian, a backward each.
+        batch_size: held-out sequences; 0: the run's micro-batch, or all if they are fewer.
+        draw: seed of the sequences and the probes.
+
+    Returns:
+        The readings of diagnose.json, one for each state.
+
+    Raises:
+        InputError: the input cannot be diagnosed; raised before anything is computed.
+        Diverged: a figure is not finite; nothing is written.
     """
     for name, value, least in (("probes", probes, 1), ("batch_size", batch_size, 0)):
         if value < least:
@@ -57,36 +68,36 @@ def diagnose(
     if not 0 <= draw <= MAX_SEED:
         raise InputError(f"draw={draw}: must be from 0 to {MAX_SEED}")
     corpus = read_corpus(config)
-    for saved in found:
-        check_same(config, saved)
-        check_same_corpus(corpus, saved)
-    config = exact(config, corpus)
+    for ckpt in ckpts:
+        check_same(config, ckpt)
+        check_same_corpus(corpus, ckpt)
+    config = float32_config(config, corpus)
     batch = draw_batch(corpus, config, batch_size, probes, draw)
-    folder = destination(config, found)
+    folder = choose_folder(config, ckpts)
     readings = []
-    with made(folder):
+    with output_folder(folder):
         for line in describe(config, batch):
             say(console, line)
-        for step, model, optimizer in states(config, found):
+        for step, model, optimizer in states(config, ckpts):
             measured = measure_state(model, optimizer, config, step, batch)
             check_finite(measured, step)
             readings.append(as_figures(measured, config, step))
         print_whole(console, table(readings))
-        write(folder, config, batch, readings)
+        write_results(folder, config, batch, readings)
     say(console, f"wrote    {folder}/diagnose.json and diagnose.png")
     return readings
 
 
-def destination(config: Config, found: list[checkpoint.Checkpoint]) -> Path:
-    """train.out, else the run's own folder, else a new one."""
+def choose_folder(config: Config, ckpts: list[checkpoint.Checkpoint]) -> Path:
+    """Return train.out where it is set, else the run's folder, for a preset a new one."""
     if config.train.out:
         return user_path(config.train.out, "train.out")
-    return found[0].run if found else choose_run_folder(config)
+    return ckpts[0].run if ckpts else choose_run_folder(config)
 
 
 @contextlib.contextmanager
-def made(folder: Path) -> Iterator[None]:
-    """A folder to write to at the end, tried at once; a new one goes if nothing came of it."""
+def output_folder(folder: Path) -> Iterator[None]:
+    """Create the folder and check that it is writable; on failure remove it if it was new."""
     new = not folder.exists()
     try:
         with disk_errors(f"folder {folder}"):
@@ -100,9 +111,9 @@ def made(folder: Path) -> Iterator[None]:
         raise
 
 
-def check_finite(m: Measured, step: int) -> None:
-    """Refuse figures that would say nothing, and that JSON has no number for."""
-    if not all(x.isfinite().all() for x in (m.loss, m.stream, m.g, m.u, m.moved)):
+def check_finite(m: Measurement, step: int) -> None:
+    """Raise Diverged where a figure is not finite: JSON has no number for it."""
+    if not all(x.isfinite().all() for x in (m.loss, m.stream, m.g, m.u, m.output_change)):
         raise Diverged(
             f"the loss, a gradient or the stream at step {step} is not finite on this batch, "
             "so that there is nothing to diagnose; nothing was written"
@@ -110,29 +121,29 @@ def check_finite(m: Measured, step: int) -> None:
 
 
 def checkpoints(path: str) -> list[checkpoint.Checkpoint]:
-    """The checkpoint at `path`, or all that the run there has kept, oldest first."""
-    found = checkpoint.find(path)
-    if user_path(path, "run").resolve() == found.path.resolve():
-        return [found]
-    return [checkpoint.find(str(step)) for step in checkpoint.steps(found.run)]
+    """Return the checkpoint at `path`, or all those of the run at `path`, oldest first."""
+    ckpt = checkpoint.find(path)
+    if user_path(path, "run").resolve() == ckpt.path.resolve():
+        return [ckpt]
+    return [checkpoint.find(str(step)) for step in checkpoint.steps(ckpt.run)]
 
 
 def states(
-    config: Config, found: list[checkpoint.Checkpoint]
+    config: Config, ckpts: list[checkpoint.Checkpoint]
 ) -> Iterator[tuple[int, LoopLM, torch.optim.AdamW]]:
-    """(step, model, optimizer) of the model as training begins, and of each checkpoint."""
-    for saved in (None, *found):
+    """Yield (step, model, optimizer) at initialisation, then of each checkpoint."""
+    for ckpt in (None, *ckpts):
         torch.manual_seed(config.train.seed)
         model = LoopLM(config.model).to(config.train.device)
         optimizer = adamw(model, config.train)
-        if saved is not None:
-            checkpoint.load_weights(saved, model)
-            checkpoint.load_optimizer(saved, optimizer)
-        yield 0 if saved is None else saved.step, model, optimizer
+        if ckpt is not None:
+            checkpoint.load_weights(ckpt, model)
+            checkpoint.load_optimizer(ckpt, optimizer)
+        yield 0 if ckpt is None else ckpt.step, model, optimizer
 
 
 def draw_batch(corpus: Corpus, config: Config, size: int, probes: int, seed: int) -> Batch:
-    """Held-out sequences, none twice, drawn by the seed alone; size 0: see `diagnose`."""
+    """Draw held-out sequences, none twice, by the seed alone; size 0: see `diagnose`."""
     length, t = config.model.seq_len, config.train
     if len(corpus.val) <= length:
         raise InputError(
@@ -146,47 +157,48 @@ def draw_batch(corpus: Corpus, config: Config, size: int, probes: int, seed: int
             f"batch_size={size}: the held-out text has {most} sequences of {length} tokens; "
             "give at most that"
         )
-    rows = size or min(t.micro_batch or t.batch_size, most)
+    size = size or min(t.micro_batch or t.batch_size, most)
     tokens, targets = train_batch(
-        corpus.val, seed=seed, step=0, global_batch=rows, seq_len=length, rows=range(rows)
+        corpus.val, seed=seed, step=0, global_batch=size, seq_len=length, rows=range(size)
     )
     return Batch(tokens.to(t.device), targets.to(t.device), probes, seed)
 
 
-def exact(config: Config, corpus: Corpus) -> Config:
-    """The run's configuration in float32 and eager; megablocks' experts by the plain loop."""
+def float32_config(config: Config, corpus: Corpus) -> Config:
+    """Return the run's configuration in float32, not compiled, without megablocks."""
     config = config.replace("train", precision="fp32", compile=False)
     if config.model.moe.backend == "megablocks":
-        config = config.replace("model.moe", backend="loop")
+        config = config.replace("model.moe", backend="reference")
     return resolve(config, corpus, Ranks())
 
 
 def describe(config: Config, batch: Batch) -> list[str]:
-    """What is diagnosed, on what, and what it takes."""
+    """Return lines with the model, the batch and the cost of the diagnosis."""
     m, t = config.model, config.train
-    rows, length = batch.tokens.shape
-    size = peak(config, rows) / 2**30
-    plan = "" if t.backprop == "full" else f" (the run trains under {t.backprop})"
+    sequences, length = batch.tokens.shape
+    gib = peak_bytes(config, sequences) / 2**30
+    trained = "" if t.backprop == "full" else f" (the run trains under {t.backprop})"
     return [
         f"model    {config.preset}: {m.residual}, {m.n_layers} blocks x {m.loops} loops, width "
         f"{m.d_model}",
-        f"batch    {rows} x {length} held-out tokens; gradients: full backprop, float32{plan}",
-        f"cost     {1 + batch.probes} backwards and 2 forwards a checkpoint, {size:.2f} GiB "
+        f"batch    {sequences} x {length} held-out tokens; gradients: full backprop, "
+        f"float32{trained}",
+        f"cost     {1 + batch.probes} backwards and 2 forwards a checkpoint, {gib:.2f} GiB "
         f"(counted) on {device_name(batch.tokens.device)}",
     ]
 
 
-def peak(config: Config, rows: int) -> int:
-    """Bytes that a diagnosis of `rows` sequences holds at once, counted; none allocated."""
+def peak_bytes(config: Config, sequences: int) -> int:
+    """Count the peak bytes of a diagnosis of so many sequences; allocates none of them."""
     with FakeTensorMode(allow_non_fake_inputs=False), LiveBytes() as live:
         model = LoopLM(config.model)
-        tokens = torch.zeros(rows, config.model.seq_len, dtype=torch.int64)
+        tokens = torch.zeros(sequences, config.model.seq_len, dtype=torch.int64)
         measure_state(model, adamw(model, config.train), config, 0, Batch(tokens, tokens, 1, 0))
         return live.peak
 
 
 def table(readings: list[dict[str, Any]]) -> Table:
-    """A row for each state."""
+    """Make a table with a row for each state."""
     rows = Table(box=None, padding=(0, 1, 0, 0))
     names = ("step", "loss", "kappa", "gamma", "p", "direct.", "cosine", "rms", "moved", "/bound")
     for name in names:
@@ -208,15 +220,17 @@ def table(readings: list[dict[str, Any]]) -> Table:
     return rows
 
 
-def write(folder: Path, config: Config, batch: Batch, readings: list[dict[str, Any]]) -> None:
-    """diagnose.json and diagnose.png."""
-    rows, length = batch.tokens.shape
+def write_results(
+    folder: Path, config: Config, batch: Batch, readings: list[dict[str, Any]]
+) -> None:
+    """Write diagnose.json and diagnose.png."""
+    sequences, length = batch.tokens.shape
     about = {
         "preset": config.preset,
         "residual": config.model.residual,
         "n_layers": config.model.n_layers,
         "loops": config.model.loops,
-        "sequences": rows,
+        "sequences": sequences,
         "seq_len": length,
         "probes": batch.probes,
         "draw": batch.seed,

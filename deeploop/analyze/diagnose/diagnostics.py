@@ -1,15 +1,14 @@
 """Measure one state of a model: its visits' gradients, its stream, the size of its next step.
 
-The update is the run's own next AdamW step (its moments, learning rate, clipping and decay)
-with the gradient of the batch at hand, taken on the weights that all loops share and on no
-others:
+The update is the run's next AdamW step (with its moments, learning rate, clipping and decay)
+from the gradient of the held-out batch, taken only on the weights that all loops share:
 
     measured   RMS of F(theta + dtheta) - F(theta), F the final normalised states
-    bound      sum_j |sum_r U_rj| |dtheta_j|: the most it can be, to first order
-    random     sqrt(sum_j |sum_r U_rj|^2 |dtheta_j|^2 / numel theta_j): what steps of these
-               lengths in random directions would make it
+    bound      sum_j |sum_r U_rj| |dtheta_j|: the largest possible value, to first order
+    random     sqrt(sum_j |sum_r U_rj|^2 |dtheta_j|^2 / numel theta_j): the expected value for
+               steps of these lengths in random directions
 
-j counts the branches and, as groups of their own, the gains of each sublayer. See
+j counts the branches and, separately, the gains of each sublayer. See
 `deeploop.analyze.diagnose.per_loop`.
 """
 
@@ -23,11 +22,11 @@ from deeploop.analyze.diagnose.per_loop import (
     ParamGroup,
     PerLoopModel,
     cosines,
-    directional,
+    directional_kappas,
     gradients,
     gram,
-    joint,
     kappas,
+    norm_of_sum,
     norms,
     per_loop_model,
     run_per_loop,
@@ -50,28 +49,28 @@ class Batch(NamedTuple):
     seed: int  # of the probes
 
 
-class Measured(NamedTuple):
+class Measurement(NamedTuple):
     """Figures of one state, as tensors; groups are 2K branches, then the gains of 2K sublayers."""
 
     loss: Tensor  # nats per token
     stream: Tensor  # [R, 2K, 3]: RMS, variance, variance between tokens; see `moments`
     loads: Tensor | None  # int64 [R, K, experts]
     g: Tensor  # float64 [4K, R, R]: Gram matrices of G, by group
-    u: Tensor  # float64 [probes, 4K, R, R]: of v^T U, whose mean over probes is that of U
+    u: Tensor  # float64 [probes, 4K, R, R]: of v^T U; the mean over probes estimates that of U
     steps: Tensor  # float64 [4K]: |dtheta| of each group
     sizes: list[int]  # [4K]: numel of each group
-    moved: Tensor  # RMS of F(theta + dtheta) - F(theta)
+    output_change: Tensor  # RMS of F(theta + dtheta) - F(theta)
 
 
 def measure_state(
     model: LoopLM, optimizer: torch.optim.AdamW, config: Config, step: int, batch: Batch
-) -> Measured:
-    """Measure a model that has taken `step` steps; afterwards its weights are one step further.
+) -> Measurement:
+    """Measure a model after `step` steps of training; then takes the next step on its weights.
 
-    One graph is kept for 1 + probes backwards; the R gradients of every sublayer of one of
-    them exist at a time.
+    One autograd graph serves 1 + probes backwards; at any time the R gradients of every
+    sublayer exist for one of them.
     """
-    model.train()  # with the capacity of experts that the trained loss has
+    model.train()  # experts then have the capacity of training
     c, copies = config.model, per_loop_model(model)
     groups = copies.branches + copies.gains
     shared = {id(p) for group in groups for p in group.params}
@@ -89,12 +88,12 @@ def measure_state(
     g = torch.stack([gram(by_loop) for by_loop in by_group])
     set_gradients(groups, by_group, others, rest)
     del by_group, rest
-    u = torch.stack([*probe(n, groups, batch)])
+    u = torch.stack([*probe_jacobian(n, groups, batch)])
     before = n.detach()
     loads = torch.stack(s.expert_loads).view(c.loops, c.n_layers, -1) if s.expert_loads else None
     del s, n, total
     steps = take_step(model, optimizer, config, step, groups, others)
-    return Measured(
+    return Measurement(
         loss.detach(),
         torch.stack(stream).view(c.loops, -1, 3),
         loads,
@@ -102,15 +101,16 @@ def measure_state(
         u,
         steps,
         [sum(p.numel() for p in group.params) for group in groups],
-        moved(model, copies, batch, before),
+        output_change(model, copies, batch, before),
     )
 
 
 def moments(h: Tensor) -> Tensor:
     """Return RMS, variance and variance between tokens of a stream [B, T, d]: float32 [3].
 
-    The second is over the features of a token, the mean over tokens; the third over tokens,
-    the mean over features: where it falls to 0 all tokens have become alike.
+    The variance is over the features of a token, then the mean over tokens. The variance
+    between tokens is over tokens, then the mean over features: 0 means that all tokens have
+    become alike.
     """
     x = h.float().flatten(0, -2)
     rms = x.square().mean().sqrt()
@@ -131,7 +131,7 @@ def set_gradients(
         p.grad = grad
 
 
-def probe(n: Tensor, groups: list[ParamGroup], batch: Batch) -> Iterator[Tensor]:
+def probe_jacobian(n: Tensor, groups: list[ParamGroup], batch: Batch) -> Iterator[Tensor]:
     """Yield the Gram matrices of v^T U, float64 [4K, R, R], for each of `probes` random v."""
     draw = torch.Generator().manual_seed(batch.seed)
     for _ in range(batch.probes):
@@ -164,20 +164,24 @@ def next_rate(config: Config, step: int) -> float:
 
 
 @torch.no_grad()
-def moved(model: LoopLM, copies: PerLoopModel, batch: Batch, before: Tensor) -> Tensor:
+def output_change(model: LoopLM, copies: PerLoopModel, batch: Batch, before: Tensor) -> Tensor:
     """Return the RMS of the change of the final states since `before`."""
     _, n = run_per_loop(model, copies.sublayers, batch.tokens)
     return (n - before).double().square().mean().sqrt()
 
 
-def as_figures(m: Measured, config: Config, step: int) -> dict[str, Any]:
+def as_figures(m: Measurement, config: Config, step: int) -> dict[str, Any]:
     """Return the figures of one state as diagnose.json has them.
 
-    kappa, its value for each probe alone (the spread of the estimate), and kappa of the
-    visits' directions alone; gamma = log kappa / log R, which assumes kappa = R^gamma and is
-    no fit over several R; for rules whose scales have an exponent, p = (1 + gamma)/4; the
-    sublayer where kappa is largest; cosine, the mean over sublayers and pairs of loops; c_u
-    and c_g, the bound's constants. Lists are by loop and sublayer, loss in nats per token.
+    Lists are by loop and sublayer, loss in nats per token. Some of the keys:
+
+        kappa_by_probe      kappa from each probe alone: the spread of the estimate
+        kappa_directional   kappa of the visits' directions alone
+        gamma               log kappa / log R, assuming kappa = R^gamma (no fit over several R)
+        p                   (1 + gamma)/4, for rules whose scales have an exponent
+        sublayer            where kappa is largest
+        cosine              mean over sublayers and pairs of loops
+        c_u, c_g            the bound's constants
     """
     c, u = config.model, m.u.mean(0)
     branches = 2 * c.n_layers
@@ -190,15 +194,15 @@ def as_figures(m: Measured, config: Config, step: int) -> dict[str, Any]:
         "loss": float(m.loss),
         "kappa": kappa,
         "kappa_by_probe": [float(kappas(p[:branches], m.g[:branches]).max()) for p in m.u],
-        "kappa_directional": float(directional(u[:branches], m.g[:branches]).max()),
+        "kappa_directional": float(directional_kappas(u[:branches], m.g[:branches]).max()),
         "gamma": gamma,
         "p": None if gamma is None or c.exponent is None else scaling.threshold_exponent(gamma),
         "sublayer": sublayer_name(c, worst),
         "cosine": mean_between_loops(cosines(m.g[:branches]).mean(0)),
         "c_u": float(norms(u[:branches]).max()) * c.alpha / c.beta,
         "c_g": float(norms(m.g[:branches]).max()) * c.alpha / c.beta,
-        "branches": sharing(c, u[:branches], m.g[:branches]),
-        "gains": sharing(c, u[branches:], m.g[branches:]),
+        "branches": sublayer_figures(c, u[:branches], m.g[:branches]),
+        "gains": sublayer_figures(c, u[branches:], m.g[branches:]),
         "update": update_size(m, u, next_rate(config, step)),
     }
     for i, name in enumerate(("rms", "variance", "variance_between_tokens")):
@@ -214,16 +218,16 @@ def as_figures(m: Measured, config: Config, step: int) -> dict[str, Any]:
     return figures
 
 
-def sharing(c: ModelConfig, u: Tensor, g: Tensor) -> list[dict[str, Any]]:
-    """Return for each sublayer kappa, norms of the visits and of their sums, cosines of G and U."""
+def sublayer_figures(c: ModelConfig, u: Tensor, g: Tensor) -> list[dict[str, Any]]:
+    """Return for each sublayer kappa, and norms and cosines of its visits' G and U."""
     columns = {
         "kappa": kappas(u, g),
-        "kappa_directional": directional(u, g),
+        "kappa_directional": directional_kappas(u, g),
         "g": norms(g),
-        "g_sum": joint(g),
+        "g_sum": norm_of_sum(g),
         "g_cosines": cosines(g),
         "u": norms(u),
-        "u_sum": joint(u),
+        "u_sum": norm_of_sum(u),
         "u_cosines": cosines(u),
     }
     return [
@@ -233,6 +237,7 @@ def sharing(c: ModelConfig, u: Tensor, g: Tensor) -> list[dict[str, Any]]:
 
 
 def sublayer_name(c: ModelConfig, j: int) -> str:
+    """Name sublayer j by its block, counted from 1, and its kind: "2 attention"."""
     kind = ("MoE" if c.moe.experts else "SwiGLU") if j % 2 else "attention"
     return f"{j // 2 + 1} {kind}"
 
@@ -243,24 +248,24 @@ def mean_between_loops(matrix: Tensor) -> float | None:
     return float((matrix.sum() - matrix.trace()) / (R * (R - 1))) if R > 1 else None
 
 
-def update_size(m: Measured, u: Tensor, lr: float) -> dict[str, float | None]:
-    """Return the step's effect beside its bounds; see the top of this file."""
+def update_size(m: Measurement, u: Tensor, lr: float) -> dict[str, float | None]:
+    """Return the measured change of the outputs and its bounds; see the top of this file."""
     sizes = torch.tensor(m.sizes, dtype=torch.float64).clamp_min(1)
-    bound = float((joint(u) * m.steps).sum())
+    bound = float((norm_of_sum(u) * m.steps).sum())
     return {
         "lr": lr,
-        "measured": float(m.moved),
+        "measured": float(m.output_change),
         "bound": bound,
         "bound_untied": float((norms(u).sum(-1) * m.steps).sum()),
-        "random": float((joint(u).square() * m.steps.square() / sizes).sum().sqrt()),
-        "measured_over_bound": float(m.moved) / bound if bound else None,
+        "random": float((norm_of_sum(u).square() * m.steps.square() / sizes).sum().sqrt()),
+        "measured_over_bound": float(m.output_change) / bound if bound else None,
     }
 
 
 def budget(c: ModelConfig, kappa: float) -> dict[str, float]:
-    """Return M kappa_R (beta/alpha)^2 as measured, with no alignment and with full alignment.
+    """Return M kappa_R (beta/alpha)^2: measured, without alignment and with full alignment.
 
-    Without the factor C_U C_G, which training changes (`c_u`, `c_g`).
+    The factor C_U C_G is left out, because training changes it (`c_u`, `c_g`).
     """
     assert c.exponent is not None
     untied = scaling.untied_budget(c.n_blocks, c.exponent)

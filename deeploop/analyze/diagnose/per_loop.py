@@ -8,21 +8,21 @@ For visit r (one of R loops) of sublayer j, whose branch has the parameters phi_
 Over r they add up to the ordinary gradient and the ordinary Jacobian, and a step along
 -sum_r G_rj moves F, to first order, by at most sum_j |sum_r U_rj| |sum_r G_rj| a unit of
 learning rate. DeepLoop (arXiv 2607.13491) bounds each visit by |U_rj| <= C_U beta/alpha and
-|G_rj| <= C_G beta/alpha, and calls what sharing makes of it
+|G_rj| <= C_G beta/alpha, and measures the effect of sharing by
 
     kappa_R = max_j |sum_r U_rj| |sum_r G_rj| / (R C_U C_G (beta/alpha)^2)     from 0 to R
 
-It is 1 where visits of equal norm are orthogonal, and R where they are alike; where it grows
-as R^gamma the smallest stable exponent is p = (1 + gamma)/4. The paper measures none of this.
-Our reading, where it leaves the terms open:
+It is 1 where visits of equal norm are orthogonal, and R where they are equal; if it grows as
+R^gamma, the smallest stable exponent is p = (1 + gamma)/4. The paper does not measure it. Where
+the paper leaves the terms open, this file reads them as follows:
 
     U     the Jacobian as above. |U| is its Frobenius norm over sqrt(numel F), estimated
-          without bias by probes v ~ N(0, 1/numel F): E |v^T U|^2 = |U|_F^2 / numel F. The
-          operator norm of a worst-case bound is another number.
+          without bias by probes v ~ N(0, 1/numel F): E |v^T U|^2 = |U|_F^2 / numel F. A
+          worst-case bound would use the operator norm instead.
     C_U   C_U beta/alpha is the largest |U_rj| of all visits, C_G beta/alpha the largest
           |G_rj|: the smallest constants for which the bound holds, and kappa_R <= R with it.
-    phi_j the branch's parameters that all loops share. Norm gains are no part of f_j, and
-          a router that one loop alone has is not shared.
+    phi_j the branch's parameters that all loops share, without norm gains, which do not
+          belong to f_j, and without a router that only one loop has.
 
 All figures follow from inner products of the visits' gradients: Gram matrices [R, R].
 """
@@ -44,11 +44,11 @@ class ParamGroup(NamedTuple):
     """Parameters of a sublayer that all loops share, and a copy of each for every loop."""
 
     params: list[nn.Parameter]
-    by_loop: list[list[nn.Parameter]]  # leaves with gradients of their own, on the same storage
+    by_loop: list[list[nn.Parameter]]  # leaves with separate gradients, on the same storage
 
 
 class PerLoopModel(NamedTuple):
-    """A model's sublayers once for each loop, on the model's own storage."""
+    """Copies of a model's sublayers for each loop, on the model's storage."""
 
     sublayers: list[list[Sublayer]]  # [R][2K]
     branches: list[ParamGroup]  # [2K]
@@ -56,9 +56,9 @@ class PerLoopModel(NamedTuple):
 
 
 def per_loop_model(model: LoopLM) -> PerLoopModel:
-    """Copy every sublayer once per loop, so that each loop gets gradients of its own.
+    """Copy every sublayer once per loop, so that each loop gets separate gradients.
 
-    The copies share storage with the model: a step of its optimizer changes them, too.
+    The copies share storage with the model: a step of its optimizer also changes them.
     """
     loops = [[_with_new_leaves(s) for s in model.sublayers] for _ in range(model.config.loops)]
     columns = [(s, [loop[j] for loop in loops]) for j, s in enumerate(model.sublayers)]
@@ -81,7 +81,7 @@ def _with_new_leaves(sublayer: Sublayer) -> Sublayer:
 
 
 def _shared(sublayer: Sublayer) -> list[nn.Parameter]:
-    """List the branch's parameters that all loops share: all but a router of one loop."""
+    """List the branch's parameters that all loops share: all but the routers of single loops."""
     branch = sublayer.branch
     routers = branch.routers if isinstance(branch, MoE) and len(branch.routers) > 1 else ()
     excluded = {id(router) for router in routers}
@@ -89,6 +89,7 @@ def _shared(sublayer: Sublayer) -> list[nn.Parameter]:
 
 
 def _gains(sublayer: Sublayer) -> list[nn.Parameter]:
+    """List the gains of the norms before and after the branch."""
     norms = (sublayer.norm_in, sublayer.norm_out)
     return [norm.weight for norm in norms if norm is not None]
 
@@ -96,10 +97,19 @@ def _gains(sublayer: Sublayer) -> list[nn.Parameter]:
 def run_per_loop(
     model: LoopLM, sublayers: list[list[Sublayer]], tokens: Tensor, on_visit: OnVisit | None = None
 ) -> tuple[LoopState, Tensor]:
-    """Run all loops, each over sublayers of its own; returns the state and the final states n.
+    """Run all loops, each over its copies of the sublayers; the same bits as `LoopLM.forward`.
 
-    The same bits as `LoopLM.forward`. The gain of the norm before a loop's first sublayer
-    belongs to that loop, though it acts at the end of the loop before.
+    The gain of the norm before a loop's first sublayer belongs to that loop, though the kernel
+    that applies it runs at the end of the loop before.
+
+    Args:
+        model: the model.
+        sublayers: for each loop, its 2K sublayers (`per_loop_model`).
+        tokens: int64 [B, T].
+        on_visit: called with each visit and the stream after it.
+
+    Returns:
+        The state after the last loop, and the final normalised states [B, T, d_model].
     """
     s = model.run(tokens, range(len(sublayers)), by_loop=sublayers, on_visit=on_visit)
     return s, model.output(s, tokens, on_visit=on_visit)
@@ -113,7 +123,7 @@ def gradients(
 ) -> tuple[list[list[list[Tensor]]], list[Tensor]]:
     """Return gradients of <output, weight> by [group][loop][parameter], and those of `others`.
 
-    The graph is kept for further calls.
+    The autograd graph is retained for further calls.
     """
     leaves = [p for group in groups for params in group.by_loop for p in params]
     grads = iter(torch.autograd.grad(output, [*leaves, *others], weight, retain_graph=True))
@@ -135,7 +145,7 @@ def norms(grams: Tensor) -> Tensor:
     return grams.diagonal(dim1=-2, dim2=-1).sqrt()
 
 
-def joint(grams: Tensor) -> Tensor:
+def norm_of_sum(grams: Tensor) -> Tensor:
     """Return the norm of the sum over visits: [..., R, R] -> [...]."""
     return grams.sum((-2, -1)).clamp_min(0).sqrt()
 
@@ -149,14 +159,14 @@ def cosines(grams: Tensor) -> Tensor:
 def kappas(u: Tensor, g: Tensor) -> Tensor:
     """Return kappa_R of each sublayer, u, g [S, R, R] -> [S]; the paper's is their maximum."""
     bound = u.shape[-1] * norms(u).max() * norms(g).max()
-    return joint(u) * joint(g) / bound.clamp_min(1e-300)
+    return norm_of_sum(u) * norm_of_sum(g) / bound.clamp_min(1e-300)
 
 
-def directional(u: Tensor, g: Tensor) -> Tensor:
+def directional_kappas(u: Tensor, g: Tensor) -> Tensor:
     """Return kappa_R of the visits' directions alone, [S]: each visit's norm replaces the bound.
 
-    R (|sum U| / sum |U|) (|sum G| / sum |G|): never below `kappas`, at most R, and R where
-    the visits point the same way, however much larger some are than others.
+    R (|sum U| / sum |U|) (|sum G| / sum |G|): never below `kappas`, at most R, and equal to R
+    if all visits point in the same direction, whatever their norms.
     """
     scale = (norms(u).sum(-1) * norms(g).sum(-1)).clamp_min(1e-300)
-    return u.shape[-1] * joint(u) * joint(g) / scale
+    return u.shape[-1] * norm_of_sum(u) * norm_of_sum(g) / scale

@@ -9,26 +9,26 @@ from deeploop.utils.errors import InputError
 
 
 def check_memory(config: Config) -> None:
-    """Refuse a step on a CPU that the whole machine could not hold.
+    """Refuse a step on a CPU that needs more memory than the machine has; raises InputError.
 
-    Asked of models that could: to be counted (see `deeploop.analyze.plan.planner`) costs a second. Weights
-    that are too large by themselves are refused where they are made.
+    Counting a step takes a second (`deeploop.analyze.plan.planner`), so models with less than
+    1% of the memory in weights are let through. Weights that do not fit by themselves are
+    refused where they are allocated.
     """
     if config.train.device != "cpu":
         return
-    m, t, there = config.model, config.train, host_memory()
-    every = dataclasses.replace(m, moe=dataclasses.replace(m.moe, top_k=m.moe.experts))
-    weights = 4 * (m.vocab_size * m.d_model + m.n_layers * block_weights(every))
-    if not there / 100 < weights < there or config.model.moe.backend != "grouped_mm":
+    m, t, available = config.model, config.train, host_memory()
+    all_experts = dataclasses.replace(m, moe=dataclasses.replace(m.moe, top_k=m.moe.experts))
+    weights = 4 * (m.vocab_size * m.d_model + m.n_layers * block_weights(all_experts))
+    if not available / 100 < weights < available or config.model.moe.backend != "grouped_mm":
         return
-    from deeploop.analyze.plan.planner import (
-        counted_peak,  # half a second that few runs need to wait
-    )
+    # Importing it takes half a second, which most runs need not wait.
+    from deeploop.analyze.plan.planner import counted_peak
 
-    rows = t.micro_batch or t.batch_size
-    needed = counted_peak(config.replace("train", compile=False), rows)
-    if needed > there:
+    sequences = t.micro_batch or t.batch_size
+    needed = counted_peak(config.replace("train", compile=False), sequences)
+    if needed > available:
         raise InputError(
-            f"train.micro_batch={rows}: a step would hold {needed / 2**30:.0f} GiB and this "
-            f"machine has {there / 2**30:.0f}; lower it, or train on a GPU (see deeploop plan)"
+            f"train.micro_batch={sequences}: a step would hold {needed / 2**30:.0f} GiB and this "
+            f"machine has {available / 2**30:.0f}; lower it, or train on a GPU (see deeploop plan)"
         )

@@ -1,11 +1,11 @@
-"""Branches as torch.compile would run them, with fake tensors and no code generated.
+"""Count a branch as torch.compile would run it, with fake tensors and no code generated.
 
-Dynamo and AOTAutograd trace a branch and decide what its backward keeps, as they do for
-Inductor; each half then runs operator by operator, so that `memory.Live` counts what is
-kept. Time is of the fused graph: products, attention and custom ops are kernels of their
-own, and all between them moves only what such a kernel made or takes, or the graph
-returns. Of Inductor's choices that is the lower bound: what two fused kernels both read
-counts once.
+Dynamo and AOTAutograd trace a branch and decide which tensors its backward needs saved, as they
+do for Inductor. Each half then runs operator by operator, so that `memory.LiveBytes` counts the
+saved tensors. Time is that of the fused graph: matrix products, attention and custom ops are
+separate kernels; all other operators fuse, and move only the tensors that such a kernel made
+or takes, or that the graph returns. This is the lower bound of Inductor's choices: a tensor that
+two fused kernels read counts once.
 """
 
 import operator
@@ -23,9 +23,9 @@ from deeploop.analyze.plan.roofline import FLOPS, Clock, Work, size, tensors, wo
 
 
 def backend(clock: Clock) -> Callable[..., Any]:
-    """For `module.compile(backend=...)`: runs eagerly, and tells `clock` the fused graph."""
+    """Make a backend for `module.compile` that runs eagerly and counts the fused graph."""
 
-    def prepared(graph: GraphModule, inputs: Any) -> Callable[..., Any]:
+    def compile_graph(graph: GraphModule, inputs: Any) -> Callable[..., Any]:
         passes = fused(graph)
 
         def run(*args: Any) -> Any:
@@ -35,63 +35,68 @@ def backend(clock: Clock) -> Callable[..., Any]:
         return make_boxed_func(run)
 
     return aot_autograd(
-        fw_compiler=prepared,
-        bw_compiler=prepared,
+        fw_compiler=compile_graph,
+        bw_compiler=compile_graph,
         decompositions=select_decomp_table,
         partition_fn=min_cut_rematerialization_partition,
     )
 
 
 def fused(graph: GraphModule) -> list[Work]:
-    """The passes of one graph."""
-    found: list[Work] = []
-    read: set[Node] = set()
+    """Return the passes of one graph: those that do not fuse, then one for all the others."""
+    passes: list[Work] = []
+    inputs: set[Node] = set()  # nodes that a fused kernel reads
     moved = 0
     for node in graph.graph.nodes:
-        if node.op != "call_function" or looks(node):
+        if node.op != "call_function" or is_view(node):
             continue
-        if alone(node):
+        if has_own_kernel(node):
             args, kwargs = map_arg((node.args, node.kwargs), value)
             out = value(node)
-            found += works(node.target, args, kwargs, out, tensors((args, kwargs)), tensors(out))
+            passes += works(node.target, args, kwargs, out, tensors((args, kwargs)), tensors(out))
             continue
-        read |= {source(n) for n in node.all_input_nodes}
-        if kept(node):
-            moved += of(node)
-    moved += sum(of(n) for n in read if n.op != "call_function" or alone(n))
-    return [*found, Work("elementwise", 0, moved)]
+        inputs |= {source(n) for n in node.all_input_nodes}
+        if is_stored(node):
+            moved += nbytes(node)
+    moved += sum(nbytes(n) for n in inputs if n.op != "call_function" or has_own_kernel(n))
+    return [*passes, Work("elementwise", 0, moved)]
 
 
 def value(node: Node) -> Any:
+    """Return the fake result of a node."""
     return node.meta["val"]
 
 
-def of(node: Node) -> int:
-    """Bytes of what a node makes."""
+def nbytes(node: Node) -> int:
+    """Return the bytes of a node's result."""
     return sum(size(x) for x in tensors(value(node)))
 
 
-def alone(node: Node) -> bool:
-    """Whether a kernel of its own runs it."""
+def has_own_kernel(node: Node) -> bool:
+    """Return whether Inductor would not fuse a node: a product, attention or a custom op."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     return node.target.overloadpacket in FLOPS or node.target.namespace == "deeploop"
 
 
-def looks(node: Node) -> bool:
-    """Whether a node only looks at what another made."""
+def is_view(node: Node) -> bool:
+    """Return whether a node's result is a view, or an element, of another's."""
     return node.target is operator.getitem or getattr(node.target, "is_view", False)
 
 
 def source(node: Node) -> Node:
-    """The node that made what this one looks at."""
-    while node.op == "call_function" and looks(node):
+    """Return the node that made the memory that this one views."""
+    while node.op == "call_function" and is_view(node):
         node = node.all_input_nodes[0]
     return node
 
 
-def kept(node: Node) -> bool:
-    """Whether what a fused node makes is in memory: a kernel takes it or the graph returns it."""
+def is_stored(node: Node) -> bool:
+    """Return whether a fused node's result is written to memory.
+
+    It is if a node that does not fuse takes it, or the graph returns it.
+    """
     return any(
-        user.op == "output" or alone(user) or (looks(user) and kept(user)) for user in node.users
+        user.op == "output" or has_own_kernel(user) or (is_view(user) and is_stored(user))
+        for user in node.users
     )

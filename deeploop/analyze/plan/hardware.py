@@ -1,4 +1,4 @@
-"""Peak FLOP/s, bandwidth and memory of the devices a run may use."""
+"""Peak FLOP/s, bandwidth and memory of devices: from data sheets, or measured on this CPU."""
 
 import time
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from deeploop.utils.device import host_memory
 
 
 class Device(NamedTuple):
-    """Peaks of one device, dense and without boost claims: the maker's data sheet."""
+    """Peaks of one device from its data sheet, for dense matrices."""
 
     title: str
     bf16: float  # FLOP/s of bfloat16 matrix products
@@ -29,10 +29,10 @@ DEVICES = {
 
 
 def this_cpu() -> Device:
-    """This machine's own ceilings, measured in about a second: products and a copy.
+    """Measure this machine's FLOP/s and copy bandwidth, in about a second.
 
-    Each is the best of a few runs on the threads torch has, products of 1024 x 1024 and a
-    copy of 256 MiB. Memory is all the machine has.
+    Each is the best of a few runs on torch's threads: products of 1024 x 1024 matrices and a
+    copy of 256 MiB. Memory is that of the whole machine.
     """
     fp32, bf16 = (
         2 * 1024**3 / _best(torch.nn.functional.linear, *torch.ones(2, 1024, 1024, dtype=dtype))
@@ -44,7 +44,7 @@ def this_cpu() -> Device:
 
 
 def _best(work: Callable[..., object], *inputs: Tensor) -> float:
-    """Seconds of the quickest of a few runs behind the first."""
+    """Return the seconds of the quickest of five runs, after one that is not timed."""
     seconds = []
     for _ in range(6):
         began = time.perf_counter()
@@ -54,6 +54,5 @@ def _best(work: Callable[..., object], *inputs: Tensor) -> float:
 
 
 def device_of(name: str) -> Device | None:
-    """The entry of DEVICES for what `device_name` says; None for one without an entry."""
-    found = [d for key, d in DEVICES.items() if key in name.lower()]
-    return found[0] if found else None
+    """Return the entry of DEVICES for a name from `device_name`; None if there is none."""
+    return next((d for key, d in DEVICES.items() if key in name.lower()), None)

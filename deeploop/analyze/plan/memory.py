@@ -1,15 +1,15 @@
-"""Bytes that a step holds at once, counted from the tensors it makes, real or fake.
+"""Count the bytes that a step has live at once, from the tensors it makes, real or fake.
 
     with LiveBytes() as live:
         step()
     live.peak
 
-counts each storage that any operator returns until the last tensor on it is gone. Under
-torch's FakeTensorMode nothing is allocated, so that a model of any size is counted on
-any machine (`step_memory`). What an operator allocates and frees within itself is not
-seen but only known of a few (`scratch`), nor is what the allocator keeps for later, nor
-a storage's growth by resize_. torch's own trackers were no choice: they refuse a module
-that is called more than once.
+counts each storage that an operator returns until the last tensor on it is freed. Under
+torch's FakeTensorMode nothing is allocated, so that a model of any size can be counted on any
+machine (`step_memory`). Three things are not seen: memory that an operator allocates and frees
+itself (a table has it for some, `scratch`), memory that the allocator keeps for later, and a
+storage's growth by resize_. torch's own trackers cannot be used: they refuse a module that is
+called more than once.
 """
 
 import contextlib
@@ -39,29 +39,34 @@ from deeploop.utils.device import autocast
 
 Kind = Literal["cpu", "cuda"]
 Scratch = dict[Any, registry.Scratch]
-DEVICE = torch.ops.prim.device.default  # asked of a fake tensor many times an operator
+DEVICE = torch.ops.prim.device.default  # fake tensors call it many times an operator
 
 
 class Instant(NamedTuple):
-    """Bytes that are live, as a line in the sequences of a micro-batch."""
+    """Bytes that are live after an operator: a linear function of a micro-batch's sequences."""
 
     fixed: float
-    each: float  # for every sequence
-    gradients: float  # of those fixed
+    per_sequence: float
+    gradients: float  # included in `fixed`
 
-    def at(self, rows: int) -> float:
-        return self.fixed + self.each * rows
+    def at(self, sequences: int) -> float:
+        """Return the bytes with micro-batches of so many sequences."""
+        return self.fixed + self.per_sequence * sequences
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of storages made inside it: `now`, and the most there were, `peak`.
+    """Count the bytes of storages made inside: `now` those live, `peak` the most so far.
 
-    `unit`: a size of the micro-batch that divides no other size of the model. A tensor
-    with a multiple of it among its sizes grows with the micro-batch, others do not, so
-    that `instants`, one behind every operator, tell the peak at any size.
-    `scratch`: by operator, the bytes it needs within itself beyond its results, a function
-    of its arguments. `clock` sees every operator, too. `gradients` is the caller's to
-    fill, by parameter.
+    Args:
+        unit: a micro-batch size that divides no other size of the model. A tensor with a
+            multiple of it among its sizes grows with the micro-batch and others do not, so
+            that `instants`, one after every operator, give the peak at any size.
+        scratch: by operator, a function of its arguments that returns the bytes it allocates
+            and frees itself.
+        clock: also counts each operator's seconds.
+
+    Attributes:
+        gradients: bytes by the id of a parameter; the caller fills it in.
     """
 
     def __init__(
@@ -95,7 +100,7 @@ class LiveBytes(TorchDispatchMode):
         return True  # else torch.compile leaves alone what runs inside a mode
 
     def add(self, tensor: Tensor) -> None:
-        """Count a tensor's storage, once, until it is freed."""
+        """Count a tensor's storage until it is freed; one that is counted already is left out."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self.known:
@@ -109,10 +114,10 @@ class LiveBytes(TorchDispatchMode):
         weakref.finalize(storage, self._free, key, size, growing)
 
     def note(self, scratch: int) -> None:
-        """Keep this instant; what an operator needs within itself grows with the batch."""
-        each = (self.growing + scratch) / self.unit
+        """Record an instant; an operator's `scratch` bytes grow with the micro-batch."""
+        per_sequence = (self.growing + scratch) / self.unit
         fixed = self.now - self.growing
-        self.instants.append(Instant(fixed, each, sum(self.gradients.values())))
+        self.instants.append(Instant(fixed, per_sequence, sum(self.gradients.values())))
 
     def _free(self, key: int, size: int, growing: int) -> None:
         self.known.discard(key)
@@ -130,17 +135,18 @@ class PeakBytes(NamedTuple):
 
     @property
     def peak(self) -> float:
+        """Sum of all."""
         return sum(self)
 
 
 class StepMemory(NamedTuple):
-    """The memory of a step as a function of its micro-batch."""
+    """Bytes of a step as a function of its micro-batch."""
 
     weights: int
     moments: int
     instants: list[Instant]
-    waiting: float  # bytes a sequence of another micro-batch keeps between segments
-    batch: int
+    waiting: float  # bytes that a sequence of another micro-batch keeps between segments
+    batch: int  # sequences
 
     def at(self, sequences: int) -> PeakBytes:
         """Return the bytes at the peak, with micro-batches of so many sequences."""
@@ -158,7 +164,7 @@ def step_memory(
 
     Nothing is allocated. The step is the trainer's (`deeploop.train.step`) with one micro-batch,
     whose size is a prime near the real one (see `recognisable_batch`); with accumulation,
-    gradients already exist when it starts. Of segments that are alike one is run. Precision
+    gradients already exist when it starts. Of identical segments one is run. Precision
     "auto" counts as fp32.
 
     Args:
@@ -166,7 +172,7 @@ def step_memory(
         kind: the device whose operators run; it decides the chunks of the loss and the
             operators' temporary memory.
         clock: also counts the operators' seconds, in proportion to the sequences.
-        exact: run the real size of micro-batch; the result then holds for no other.
+        exact: run the real size of micro-batch; the result is then valid for that size alone.
     """
     t, m = config.train, config.model
     sequences = t.micro_batch or t.batch_size
@@ -184,15 +190,15 @@ def step_memory(
         moments = live.now - weights
         x, y = torch.zeros(2, unit, m.seq_len, dtype=torch.int64)
         waiting = 16 * m.seq_len + (state_bytes(model, config, x) / unit if waits else 0)
-        timer = clock or Clock(DEVICES["h200"], GPU, m.vocab_size)  # its seconds are not read
         if t.compile:
+            fused_clock = clock or Clock(DEVICES["h200"], GPU, m.vocab_size)
             torch.compiler.reset()  # past eight shapes or clocks it would run eagerly instead
             for sublayer in model.all_sublayers():
-                sublayer.branch.compile(backend=backend(timer), dynamic=False, fullgraph=True)
-        watch_gradients(model, live)
+                compiler = backend(fused_clock)
+                sublayer.branch.compile(backend=compiler, dynamic=False, fullgraph=True)
+        record_gradients(model, live)
         live.instants.clear()
-        live.clock = clock
-        simulate(model, optimizer, config, (x, y), dict(distinct(listed)), live, timer, chunk)
+        simulate(model, optimizer, config, (x, y), dict(distinct(listed)), live, clock, chunk)
     return StepMemory(weights, moments, live.instants, waiting, t.batch_size)
 
 
@@ -203,10 +209,14 @@ def simulate(
     micro_batch: tuple[Tensor, Tensor],
     times: dict[Segment, int],
     live: LiveBytes,
-    timer: Clock,
+    clock: Clock | None,
     chunk: int,
 ) -> None:
-    """Take the trainer's step on one micro-batch; each segment counts for `times` of them."""
+    """Take the trainer's step on one micro-batch; each segment counts for `times` of them.
+
+    The clock counts the operators of segments and of optimizer steps. Those of the step's
+    metrics, a few scalars, are left out.
+    """
     t = config.train
     sequences = t.micro_batch or t.batch_size
     micros, share = math.ceil(t.batch_size / sequences), sequences / len(micro_batch[0])
@@ -214,17 +224,25 @@ def simulate(
     last = 1  # times of the segment that ran last
 
     @contextlib.contextmanager
+    def counted(repeats: int, share: float = 1.0, component: str = "") -> Iterator[None]:
+        live.clock = clock
+        with clock.repeat(repeats, share, component) if clock else contextlib.nullcontext():
+            yield
+        live.clock = None
+
+    @contextlib.contextmanager
     def around(segment: Segment | None) -> Iterator[None]:
         nonlocal last
         if segment is None:
-            with timer.repeat(last if per_segment else 1, component="optimizer"):
+            with counted(last if per_segment else 1, component="optimizer"):
                 yield
             live.gradients.clear()
             return
         last = times[segment]
         if micros > 1:
-            fill_gradients(model, live)
-        with timer.repeat(last * micros, share):
+            with counted(1):
+                fill_gradients(model, live)
+        with counted(last * micros, share):
             yield
 
     groups = [[s] for s in times] if per_segment else [list(times)]
@@ -242,14 +260,15 @@ def state_bytes(model: LoopLM, config: Config, tokens: Tensor) -> int:
 
 
 def chunk_rows(m: ModelConfig, kind: Kind) -> int:
-    """Rows of logits alive at once."""
+    """Return how many rows of logits the loss has live at once."""
     return max(1, CHUNK_BYTES[kind] // (4 * m.vocab_size))
 
 
 def few_chunks(config: Config, kind: Kind) -> bool:
-    """Whether the loss has so few chunks that their number tells on the step's memory.
+    """Return whether the loss has between one and four chunks of logits.
 
-    With one chunk logits grow with the micro-batch, from about four on they do not.
+    With one chunk the logits grow with the micro-batch, from about four on they do not; in
+    between memory is not linear in the micro-batch.
     """
     m, sequences = config.model, config.train.micro_batch or config.train.batch_size
     chunk = chunk_rows(m, kind)
@@ -277,7 +296,7 @@ def recognisable_batch(sequences: int, m: ModelConfig, chunk: int) -> int:
 def distinct(listed: list[Segment]) -> list[tuple[Segment, int]]:
     """Return the segments that differ, each with the number of segments it stands for.
 
-    Segments 2 .. n-1 are alike, so only the second is simulated; a shorter last one differs.
+    Segments 2 .. n-1 are identical, so only the second is simulated; a shorter last one differs.
     """
     if len(listed) < 3:
         return [(segment, 1) for segment in listed]
@@ -288,15 +307,15 @@ def distinct(listed: list[Segment]) -> list[tuple[Segment, int]]:
 
 
 def fill_gradients(model: LoopLM, live: LiveBytes) -> None:
-    """Give every parameter a gradient, as earlier micro-batches leave one."""
+    """Give every parameter without a gradient one of zeros, as earlier micro-batches would."""
     for p in model.parameters():
         if p.grad is None:
             p.grad = torch.zeros_like(p)
             live.gradients[id(p)] = p.nbytes
 
 
-def watch_gradients(model: LoopLM, live: LiveBytes) -> None:
-    """Tell `live` the size of each gradient once it is there."""
+def record_gradients(model: LoopLM, live: LiveBytes) -> None:
+    """Record in `live` the size of each gradient once backward has made it."""
 
     def note(p: Tensor) -> None:
         live.gradients[id(p)] = p.nbytes

@@ -1,14 +1,15 @@
-"""Seconds that a step would take on a device, by roofline over the operators it runs.
+"""Predict the seconds of a step on a device by a roofline over its operators.
 
     clock = Clock(device, GPU, vocab_size)
-    with Live(clock=clock):
+    with LiveBytes(clock=clock):
         step()
     clock.seconds, clock.host
 
-An operator with matrix products takes the longer of its FLOPs over the device's FLOP/s
-and its bytes over the device's bandwidth, each times what kernels reach of it (`Efficiency`);
-any other its bytes alone: each input read once, each output written once. A view takes
-nothing. An operator of several passes within is counted by pass (`experts`).
+An operator with matrix products takes the longer of two times: its FLOPs over the device's
+FLOP/s, and its bytes over the device's bandwidth, each multiplied by the share of it that
+kernels reach (`Efficiency`). Any other operator takes the time of its bytes alone: each input
+is read once, each output written once. A view takes no time. An operator made of several
+passes is counted pass by pass (`experts`).
 """
 
 import contextlib
@@ -30,17 +31,17 @@ FLOPS = flop_registry | {
     aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
 }
-# Of their first argument they touch what they take out of it or add to it, not all.
+# These touch only the rows of their first argument that they take or add to.
 SPARSE = {
     aten.embedding, aten.index_select, aten.gather, aten.scatter_add_, aten.nll_loss_forward,
 }  # fmt: skip
-# Their first argument they write, or only look at its sizes.
+# These do not read their first argument: they write it, or need only its sizes.
 UNREAD = {
     aten.zero_, aten.fill_, aten.copy_, aten.zeros_like, aten.ones_like, aten.full_like,
     aten.new_zeros, aten.new_ones, aten.new_full,
 }  # fmt: skip
-# For its maximum, its sum and its result PyTorch's kernel reads a row three times, unless
-# it fits shared memory.
+# PyTorch's kernel reads a row three times, for its maximum, its sum and its result, unless the
+# row fits in shared memory.
 SOFTMAX, SOFTMAX_WIDTH = {aten._softmax, aten._log_softmax}, 12 * 1024
 EMPTY = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 
@@ -56,19 +57,19 @@ class Efficiency(NamedTuple):
     launch: float  # seconds the host takes an operator
 
 
-# Fitted to one H200 (README, Figures: gpt2-small, 32 x 1024 tokens), and there to what six
-# loops more take, with --train.compile and without: those two differences fix `stream` and
-# the sum of GEMMs and attention, whose split is assumed. `updates` is post_sandwich's
-# measured share of the copy bandwidth, forward and backward by their bytes. The four totals
-# then come out 2 to 15% short: what a step takes beside its loops, at R = 1 most of it, is
-# not all explained. `grouped` and `launch` are assumed; nothing of a mixture of experts has
-# been timed on a GPU, and no other GPU at all.
+# Fitted to one H200 (gpt2-small, 32 x 1024 tokens): to the time that six more loops take, with
+# --train.compile and without. Those two differences determine `stream` and the sum of `gemm`
+# and `attention`, whose split is assumed. `updates` is the share of the copy bandwidth that
+# post_sandwich was measured at, forward and backward weighted by their bytes. The four step
+# times then come out 2 to 15% too short: the time of a step outside of its loops, most of it at
+# R = 1, is not fully explained. `grouped` and `launch` are assumed: no mixture of experts and no
+# other GPU has been timed.
 GPU = Efficiency(gemm=0.62, attention=0.5, grouped=0.4, stream=0.79, updates=0.6, launch=8e-6)
-MEASURED = Efficiency(1.0, 1.0, 1.0, 1.0, 1.0, 0.0)  # peaks that are themselves measured
+MEASURED = Efficiency(1.0, 1.0, 1.0, 1.0, 1.0, 0.0)  # for a device whose peaks were measured
 
 
 class Work(NamedTuple):
-    """What one pass does, and the part of the step it counts towards."""
+    """FLOPs and bytes of one pass, and the component of the step that it belongs to."""
 
     component: str
     flops: float
@@ -76,9 +77,11 @@ class Work(NamedTuple):
 
 
 class Clock:
-    """Adds up the seconds of every operator it sees, by part of the step (`memory.Live`).
+    """Add up the seconds of operators by component of the step; `memory.LiveBytes` calls it.
 
-    `seconds` is the device's time, `host` the time that launching takes.
+    Attributes:
+        seconds: the device's, by component.
+        host: seconds that the host takes to launch the operators.
     """
 
     def __init__(self, device: Device, efficiency: Efficiency, vocab_size: int) -> None:
@@ -97,7 +100,7 @@ class Clock:
 
     @contextlib.contextmanager
     def instead(self, passes: list[Work]) -> Iterator[None]:
-        """Count these passes, and nothing that runs within."""
+        """Count these passes in the place of the operators that run inside."""
         for work in passes:
             self.count(work, True)
         self.closed = True
@@ -105,7 +108,7 @@ class Clock:
         self.closed = False
 
     def see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Count one operator that has run."""
+        """Count one operator that has run, from its arguments and its result."""
         if self.closed or func.overloadpacket in EMPTY:
             return
         inputs, outputs = tensors((args, kwargs)), tensors(out)
@@ -119,29 +122,29 @@ class Clock:
             self.count(work._replace(component="head and loss") if head else work, bf16)
 
     def count(self, work: Work, bf16: bool) -> None:
-        """Add one pass, run as many times as `repeat` says."""
+        """Add one pass as often as the surrounding `repeat` says."""
         self.host += self.times * self.efficiency.launch
         seconds = self.times * self.share * self.time(work, bf16)
         self.seconds[self.component or work.component] += seconds
 
     def time(self, work: Work, bf16: bool) -> float:
-        """Seconds of one pass."""
-        d, r = self.device, self.efficiency
-        moving = work.bytes / (
-            d.bandwidth * (r.updates if work.component == "updates" else r.stream)
-        )
+        """Return the seconds of one pass on the device."""
+        d, e = self.device, self.efficiency
+        reached = e.updates if work.component == "updates" else e.stream
+        moving = work.bytes / (d.bandwidth * reached)
         if not work.flops:
             return moving
-        share = {"attention": r.attention, "experts": r.grouped}.get(work.component, r.gemm)
+        share = {"attention": e.attention, "experts": e.grouped}.get(work.component, e.gemm)
         return max(moving, work.flops / ((d.bf16 if bf16 else d.fp32) * share))
 
 
 def tensors(tree: Any) -> list[Tensor]:
+    """List the tensors in nested arguments or results."""
     return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
 
 
 def views(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> bool:
-    """Whether an operator only looks at memory that is there, or touches none."""
+    """Return whether an operator makes no new memory and writes none: a view."""
     if func._schema.is_mutable:
         return False
     known = {x.untyped_storage()._cdata for x in inputs}
@@ -149,7 +152,7 @@ def views(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> bool:
 
 
 def size(x: Tensor) -> int:
-    """Bytes an operator reads or writes of a tensor, those of expanded sizes once."""
+    """Return the bytes of a tensor's elements in memory: expanded dimensions count once."""
     sizes = zip(x.shape, x.stride(), strict=True)
     return x.element_size() * math.prod(n for n, stride in sizes if stride or not n)
 
@@ -157,16 +160,16 @@ def size(x: Tensor) -> int:
 def works(
     func: Any, args: Any, kwargs: Any, out: Any, inputs: list[Tensor], outputs: list[Tensor]
 ) -> list[Work]:
-    """The passes of one operator."""
+    """Return the passes of one operator."""
     packet, name = func.overloadpacket, func.name()
     if registry.component(name) == "experts":
         backward = name.endswith("_backward")  # its first argument is the gradient
         x, gate_up, down, token = args[backward : backward + 4]
         return experts(x, gate_up, down, token, backward)
     read, written = sum(map(size, inputs)), sum(map(size, outputs))
-    if packet in SPARSE:  # the rest of the inputs says where
-        where = sum(map(size, inputs[1:]))
-        read = written = where if func._schema.is_mutable else where + written
+    if packet in SPARSE:  # the other inputs are indices and values
+        others = sum(map(size, inputs[1:]))
+        read = written = others if func._schema.is_mutable else others + written
     elif packet in UNREAD:
         read -= size(inputs[0])
     elif packet in SOFTMAX and outputs[0].shape[-1] > SOFTMAX_WIDTH:
@@ -174,11 +177,11 @@ def works(
     elif func._schema.is_mutable and not outputs:
         written = read
     flops = FLOPS[packet](*args, **kwargs, out_val=out) if packet in FLOPS else 0
-    return [Work(part_of(func, bool(flops)), flops, read + written)]
+    return [Work(component_of(func, bool(flops)), flops, read + written)]
 
 
-def part_of(func: Any, products: bool) -> str:
-    """Attention, GEMM, residual updates or elementwise, by an operator's name."""
+def component_of(func: Any, products: bool) -> str:
+    """Name an operator's component by its name: attention, GEMM, updates or elementwise."""
     name = func.name()
     if "scaled_dot_product" in name or name in ("aten::bmm", "aten::baddbmm"):
         return "attention"
@@ -189,12 +192,12 @@ def part_of(func: Any, products: bool) -> str:
 
 
 def experts(x: Tensor, gate_up: Tensor, down: Tensor, token: Tensor, backward: bool) -> list[Work]:
-    """The passes of `deeploop.model.moe.experts` over S rows: three products forward, six backward."""
+    """Return the passes of the op `experts` over S rows: three products forward, six backward."""
     rows, width, inner = token.shape[0], x.shape[1], down.shape[2]
     item, weights = x.element_size(), gate_up.numel() + down.numel()
     flops = 2 * rows * weights / down.shape[0]
     wide, deep = rows * width * item, rows * inner * item
-    cast = weights * (4 + item)  # a weight to the products' dtype, or its gradient back
+    cast = weights * (4 + item)  # weights to the products' dtype, or gradients back from it
     if not backward:
         glue = 2 * wide + 5 * deep + cast
         return [Work("experts", flops, 2 * wide + 3 * deep), Work("experts", 0, glue)]

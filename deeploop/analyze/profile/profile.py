@@ -1,22 +1,22 @@
-"""`deeploop profile`: real training steps, timed, then taken apart.
+"""Profile training steps: `deeploop profile`.
 
-The trainer of `deeploop train` steps on this machine's device, three times over:
+The trainer of `deeploop train` takes steps on this machine's device, in three rounds:
 
 1. warm-up: compilation, the allocator, the optimizer's moments;
-2. timed: nobody watches, so that step time and tokens/s are training's own;
-3. traced: under torch's profiler, which slows the host. The split of time and the curve
-   of memory are of these steps, and what the profiler cost is said beside them.
+2. timed: without a profiler, so that step time and tokens/s are those of training;
+3. traced: under torch's profiler, which slows the host down. The split of time and the curve of
+   memory are of these steps; the profiler's cost is printed beside them.
 
-The folder then holds profile.json (every figure), trace.json.gz (for ui.perfetto.dev or
-chrome://tracing), profile.png (one page) and, on CUDA, memory.pickle: the allocator's
-history of one more step, for pytorch.org/memory_viz. It is no run, and nothing resumes it.
-A trace takes some 300 kB, unpacked, for each visit of each micro-batch: where a step
-accumulates many, lower train.batch_size.
+The folder then holds profile.json (all figures), trace.json.gz (for ui.perfetto.dev or
+chrome://tracing), profile.png (one page) and, on CUDA, memory.pickle: the allocator's history of
+one more step, for pytorch.org/memory_viz. It is not a run and cannot be resumed. A trace takes
+about 300 kB, unpacked, for each visit of each micro-batch: where a step accumulates many, lower
+train.batch_size.
 
-Tokens are drawn from the seed unless data.path names a corpus: no time depends on what
-they say but that of experts, on how evenly they are routed.
+Tokens are drawn from the seed unless data.path names a corpus. Time does not depend on their
+values, except for experts, through load balance.
 
-Its CUDA side has not yet run on a GPU.
+The CUDA code has not yet run on a GPU.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ from torch.profiler import ProfilerActivity, schedule
 
 from deeploop.analyze.plan.hardware import device_of
 from deeploop.analyze.profile import trace
-from deeploop.analyze.profile.telemetry import Sample, columns, reader, sampled
+from deeploop.analyze.profile.telemetry import Sample, columns, gpu_reader, sampling
 from deeploop.config import Config
 from deeploop.data.corpus import Corpus
 from deeploop.data.stream import ArraySegment, TokenStream
@@ -57,11 +57,11 @@ from deeploop.utils.versions import versions
 
 PAGE = "profile.png"  # written last
 WINDOWS = 64  # sequences of random tokens; steps go round them
-HISTORY = 1_000_000  # newest changes of the allocator that its history keeps
+HISTORY = 1_000_000  # the newest entries of the allocator's history that are recorded
 
 
 class Steps(NamedTuple):
-    """How many steps of each kind, each at least 1."""
+    """Number of steps of each kind, each at least 1."""
 
     warmup: int
     timed: int
@@ -69,13 +69,14 @@ class Steps(NamedTuple):
 
     @property
     def total(self) -> int:
+        """Number of all steps, with the two that are not counted by kind."""
         return sum(self) + 2  # one warms up the profiler, one is for the allocator's history
 
 
 def open_profile(config: Config, steps: Steps, console: Console, ranks: Ranks) -> Trainer:
-    """The trainer to profile, its folder held.
+    """Make the trainer to profile and lock its new folder.
 
-    Raises InputError on what `train` refuses, and on fewer than one step of a kind.
+    Raises InputError on input that `train` refuses, and on fewer than one step of a kind.
     """
     for name, count in steps._asdict().items():
         if count < 1:
@@ -83,18 +84,18 @@ def open_profile(config: Config, steps: Steps, console: Console, ranks: Ranks) -
     corpus = setup.open_corpus(config) if config.data.path else random_corpus(config)
     config = setup.resolve(config, corpus, ranks)
     name = config.train.out or f"profiles/{config.preset}-{time.strftime('%Y%m%d-%H%M%S')}"
-    # With as many steps as there will be: the learning rate is a function of them.
+    # The learning rate is a function of the number of steps.
     config = config.replace("train", steps=steps.total, out=name)
     folder = choose_run_folder(config) if ranks.is_main else Path(name)
     trainer = Trainer(config, corpus, {}, folder, console, ranks)
     if ranks.is_main:
-        trainer.lock.enter_context(held(folder))
+        trainer.lock.enter_context(new_folder(folder))
     return trainer
 
 
 @contextlib.contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Hold a new folder; leave none behind where no profile came of it."""
+def new_folder(folder: Path) -> Iterator[None]:
+    """Make and lock a folder; remove it at the end if no profile was written to it."""
     with lock_run_folder(folder, new=True):
         try:
             yield
@@ -104,7 +105,7 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def random_corpus(config: Config) -> Corpus:
-    """Tokens drawn evenly from the model's vocabulary; where that is 0, the tokenizer's."""
+    """Draw tokens evenly from the model's vocabulary; where that is 0, from the tokenizer's."""
     vocab = config.model.vocab_size or load_tokenizer(config.data.tokenizer).vocab_size
     drawn = np.random.default_rng(config.train.seed).integers(
         vocab, size=WINDOWS * config.model.seq_len + 1, dtype=np.uint32
@@ -114,23 +115,24 @@ def random_corpus(config: Config) -> Corpus:
 
 
 def profile(trainer: Trainer, steps: Steps) -> dict[str, Any]:
-    """Take the steps and write the folder; returns what profile.json holds.
+    """Take the steps and write the folder; returns the figures of profile.json.
 
-    Every rank takes the same steps; the first alone writes, and returns figures.
+    Every rank takes the same steps. Only the first writes and returns figures; the others
+    return an empty dict.
     """
     folder = trainer.folder
     with trainer.lock:
-        advance(trainer, steps.warmup)
-        telemetry = reader(trainer.device)
-        with sampled(telemetry) as samples:
+        take_steps(trainer, steps.warmup)
+        telemetry = gpu_reader(trainer.device)
+        with sampling(telemetry) as samples:
             times = step_times(trainer, steps.timed)
         figures = {
-            **described(trainer),
-            **speed(trainer, times),
+            **setup_figures(trainer),
+            **speed_figures(trainer, times),
             "peak_memory_gib": peak_memory(trainer.device),
             "telemetry": telemetry if isinstance(telemetry, str) else columns(samples),
         }
-        traced = record(trainer, steps.traced)
+        traced = trace_steps(trainer, steps.traced)
         if trainer.device.type == "cuda":
             record_allocator(trainer, folder / "memory.pickle")
         if not trainer.ranks.is_main:
@@ -138,17 +140,17 @@ def profile(trainer: Trainer, steps: Steps) -> dict[str, Any]:
         path = folder / "trace.json.gz"
         with disk_errors(str(path)):
             traced.export_chrome_trace(str(path))
-        taken = taken_apart(trace.read(path), trainer)
-        figures |= taken.figures
+        summary = summarise(trace.read(path), trainer)
+        figures |= summary.figures
         write_json(folder / "profile.json", figures)
         from deeploop.analyze import plots  # matplotlib is slow to import
 
-        plots.profile(figures, taken.curve, taken.stretches, folder / PAGE)
+        plots.profile(figures, summary.curve, summary.sections, folder / PAGE)
     return figures
 
 
-def advance(trainer: Trainer, count: int = 1) -> None:
-    """Take some steps, and wait for the device."""
+def take_steps(trainer: Trainer, count: int = 1) -> None:
+    """Take some steps of training, and wait for the device."""
     for _ in range(count):
         trainer.step()
     if trainer.device.type == "cuda":
@@ -156,15 +158,15 @@ def advance(trainer: Trainer, count: int = 1) -> None:
 
 
 def step_times(trainer: Trainer, count: int) -> list[float]:
-    """Seconds of each of some steps, one behind the other as in training.
+    """Take steps one after the other, as in training; returns the seconds of each.
 
-    On CUDA by events on its stream, so that nothing waits in between; its peak of memory
-    is that of these steps afterwards.
+    On CUDA events on the stream take the time, so that nothing waits in between. The device's
+    peak memory statistics then cover these steps.
     """
     if trainer.device.type != "cuda":
         marks = [time.perf_counter()]
         for _ in range(count):
-            advance(trainer)
+            take_steps(trainer)
             marks.append(time.perf_counter())
         return [after - before for before, after in itertools.pairwise(marks)]
     torch.cuda.reset_peak_memory_stats(trainer.device)
@@ -177,33 +179,36 @@ def step_times(trainer: Trainer, count: int) -> list[float]:
     return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events)]
 
 
-def record(trainer: Trainer, count: int) -> torch.profiler.profile:
-    """Steps under torch's profiler, each in a span "step" that ends when the device does."""
-    seen = [ProfilerActivity.CPU]
+def trace_steps(trainer: Trainer, count: int) -> torch.profiler.profile:
+    """Take steps under torch's profiler, each in a span "step" that ends when the device does."""
+    activities = [ProfilerActivity.CPU]
     if trainer.device.type == "cuda":
-        seen.append(ProfilerActivity.CUDA)
-    plan = schedule(wait=0, warmup=1, active=count, repeat=1)
-    with torch.profiler.profile(activities=seen, schedule=plan, profile_memory=True) as profiler:
-        advance(trainer)
+        activities.append(ProfilerActivity.CUDA)
+    with torch.profiler.profile(
+        activities=activities,
+        schedule=schedule(wait=0, warmup=1, active=count, repeat=1),
+        profile_memory=True,
+    ) as profiler:
+        take_steps(trainer)
         for _ in range(count):
             profiler.step()
             with span("step"):
-                advance(trainer)
+                take_steps(trainer)
     return profiler
 
 
 def record_allocator(trainer: Trainer, path: Path) -> None:
-    """The CUDA allocator's history of one step, with the stack of each change, to a file."""
+    """Write the CUDA allocator's history of one step to a file, with the stack of each entry."""
     torch.cuda.memory._record_memory_history(stacks="python", max_entries=HISTORY)
-    advance(trainer)
+    take_steps(trainer)
     if trainer.ranks.is_main:
         with disk_errors(str(path)):
             torch.cuda.memory._dump_snapshot(str(path))
     torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def described(trainer: Trainer) -> dict[str, Any]:
-    """What was profiled, where, and with what."""
+def setup_figures(trainer: Trainer) -> dict[str, Any]:
+    """Return the configuration, the device and the versions of the software."""
     return {
         "preset": trainer.config.preset,
         "device": device_name(trainer.device),
@@ -213,71 +218,72 @@ def described(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def speed(trainer: Trainer, times: list[float]) -> dict[str, Any]:
-    """Step time, tokens/s over all ranks and, where the device's peak is known, MFU."""
+def speed_figures(trainer: Trainer, times: list[float]) -> dict[str, Any]:
+    """Return step time, tokens/s over all ranks and, where the device's peak is known, MFU."""
     config, seconds = trainer.config, statistics.median(times)
     rate = trainer.speed.tokens / seconds
     flops = flops_per_token(config)
-    found = device_of(device_name(trainer.device))
+    device = device_of(device_name(trainer.device))
     figures = {
         "step_ms": seconds * 1e3,
         "step_ms_each": [s * 1e3 for s in times],
         "tokens_per_second": rate,
         "flops_per_token": flops,
     }
-    if found is not None:
-        peak = found.bf16 if config.train.precision == "bf16" else found.fp32
+    if device is not None:
+        peak = device.bf16 if config.train.precision == "bf16" else device.fp32
         figures["mfu"] = rate * flops / (peak * trainer.ranks.world)
     return figures
 
 
-class Taken(NamedTuple):
-    """The traced steps, taken apart."""
+class TraceSummary(NamedTuple):
+    """Time and memory of the traced steps."""
 
     figures: dict[str, Any]
     curve: list[tuple[float, int]]  # (ms, bytes), of the last step
-    stretches: list[trace.Stretch]
+    sections: list[trace.StepSection]
 
 
-def taken_apart(events: list[trace.Event], trainer: Trainer) -> Taken:
-    """Split of time, mean over the traced steps; memory over the last of them."""
+def summarise(events: list[trace.Event], trainer: Trainer) -> TraceSummary:
+    """Split the time, as a mean over the traced steps, and the memory of the last of them."""
     cuda = trainer.device.type == "cuda"
-    found = [(step, trace.within(events, step)) for step in trace.steps(events)]
-    parts: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for step, inside in found:
-        for label, ms in trace.split(inside, step).items():
-            parts[label.part][label.phase] += ms / len(found)
-    step, inside = found[-1]
+    traced = [(step, trace.events_of(events, step)) for step in trace.steps(events)]
+    by_component: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for step, inside in traced:
+        for label, ms in trace.time_by_label(inside, step).items():
+            by_component[label.component][label.phase] += ms / len(traced)
+    step, inside = traced[-1]
     curve = trace.memory(inside, step, cuda, state_bytes(trainer))
-    stretches = trace.stretches(inside, step, curve)
+    sections = trace.sections(inside, step, curve)
     peaks: dict[str, int] = defaultdict(int)
-    for s in stretches:
+    for s in sections:
         peaks[s.name] = max(peaks[s.name], s.peak)
+    order = (*COMPONENTS, "other", "idle")
     figures = {
-        "traced_steps": len(found),
-        "traced_step_ms": sum(step["dur"] for step, _ in found) / 1e3 / len(found),
+        "traced_steps": len(traced),
+        "traced_step_ms": sum(step["dur"] for step, _ in traced) / 1e3 / len(traced),
         "clock": "GPU kernels" if trace.has_kernels(inside) else "the host's main thread",
-        "parts_ms": {p: parts[p] for p in (*COMPONENTS, "other", "idle") if p in parts},
+        "parts_ms": {name: by_component[name] for name in order if name in by_component},
         "memory_gib": {
             "at_start": curve[0][1] / 2**30,
-            "peak": max(held for _, held in curve) / 2**30,
+            "peak": max(size for _, size in curve) / 2**30,
             **{name: peak / 2**30 for name, peak in peaks.items()},
         },
     }
-    return Taken(figures, curve, stretches)
+    return TraceSummary(figures, curve, sections)
 
 
 def state_bytes(trainer: Trainer) -> int:
-    """Bytes held between steps: weights, buffers and the optimizer's moments."""
-    kept = [*trainer.model.parameters(), *trainer.model.buffers()]
+    """Return the bytes that live between steps: weights, buffers and the optimizer's moments."""
+    tensors = [*trainer.model.parameters(), *trainer.model.buffers()]
     for state in trainer.optimizer.state.values():
-        kept += [x for x in state.values() if isinstance(x, torch.Tensor)]
-    storages = (x.untyped_storage() for x in kept)
+        tensors += [x for x in state.values() if isinstance(x, torch.Tensor)]
+    storages = (x.untyped_storage() for x in tensors)
     return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
 
 
 def report(figures: dict[str, Any], folder: Path, console: Console) -> None:
-    """The figures, in a screenful."""
+    """Print the figures."""
     each, mfu = figures["step_ms_each"], figures.get("mfu")
     used = "" if mfu is None else f", MFU {mfu:.1%}"
     cost = figures["traced_step_ms"] / figures["step_ms"] - 1
@@ -307,19 +313,19 @@ def report(figures: dict[str, Any], folder: Path, console: Console) -> None:
     say(console, f"folder   {folder}: {PAGE}, profile.json, trace.json.gz")
 
 
-def table(parts: dict[str, dict[str, float]]) -> Table:
-    """Milliseconds by part and phase, and each part's share of the step."""
-    phases = [p for p in trace.PHASES if any(p in by for by in parts.values())]
-    total = sum(sum(by.values()) for by in parts.values())
-    made = Table(box=None, pad_edge=False, show_footer=True)
-    made.add_column("ms", "sum")
+def table(by_component: dict[str, dict[str, float]]) -> Table:
+    """Make a table of milliseconds by component and phase, and each component's share."""
+    phases = [p for p in trace.PHASES if any(p in by_phase for by_phase in by_component.values())]
+    total = sum(sum(by_phase.values()) for by_phase in by_component.values())
+    rows = Table(box=None, pad_edge=False, show_footer=True)
+    rows.add_column("ms", "sum")
     for phase in phases:
-        whole = sum(by.get(phase, 0) for by in parts.values())
-        made.add_column(phase, f"{whole:.1f}", justify="right")
-    made.add_column("sum", f"{total:.1f}", justify="right")
-    made.add_column("share", "100%", justify="right")
-    for part, by in parts.items():
-        cells = [f"{by[p]:.1f}" if p in by else "" for p in phases]
-        whole = sum(by.values())
-        made.add_row(part, *cells, f"{whole:.1f}", f"{whole / total:.1%}")
-    return made
+        ms = sum(by_phase.get(phase, 0) for by_phase in by_component.values())
+        rows.add_column(phase, f"{ms:.1f}", justify="right")
+    rows.add_column("sum", f"{total:.1f}", justify="right")
+    rows.add_column("share", "100%", justify="right")
+    for component, by_phase in by_component.items():
+        cells = [f"{by_phase[p]:.1f}" if p in by_phase else "" for p in phases]
+        ms = sum(by_phase.values())
+        rows.add_row(component, *cells, f"{ms:.1f}", f"{ms / total:.1%}")
+    return rows

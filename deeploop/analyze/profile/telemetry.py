@@ -1,4 +1,4 @@
-"""A GPU's own readings while something runs: memory, power and clocks, by NVML."""
+"""Sample a GPU's memory, power and clocks by NVML while code runs."""
 
 import contextlib
 import threading
@@ -24,8 +24,8 @@ class Sample(NamedTuple):
 Read = Callable[[float], Sample]
 
 
-def reader(device: torch.device) -> Read | str:
-    """What reads a GPU now, or why nothing does."""
+def gpu_reader(device: torch.device) -> Read | str:
+    """Return a function that samples the GPU, or a string that says why there is none."""
     if device.type != "cuda":
         return "none"
     try:
@@ -36,15 +36,15 @@ def reader(device: torch.device) -> Read | str:
         pynvml.nvmlInit()
         # By UUID: NVML does not heed CUDA_VISIBLE_DEVICES.
         uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-        read = reading(pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid))
+        read = nvml_reader(pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid))
         read(0.0)
     except pynvml.NVMLError as error:
         return f"no readings: NVML says {error}"
     return read
 
 
-def reading(nvml: Any, handle: Any) -> Read:
-    """Reads one GPU through pynvml; the argument is when."""
+def nvml_reader(nvml: Any, handle: Any) -> Read:
+    """Return a function from a time in seconds to the sample taken then, of one GPU."""
 
     def read(seconds: float) -> Sample:
         return Sample(
@@ -59,29 +59,29 @@ def reading(nvml: Any, handle: Any) -> Read:
 
 
 @contextlib.contextmanager
-def sampled(read: Read | str, every: float = EVERY) -> Iterator[list[Sample]]:
-    """Samples of the time inside, by a thread; none where there is nothing to read."""
+def sampling(read: Read | str, every: float = EVERY) -> Iterator[list[Sample]]:
+    """Sample from a thread while the code inside runs; yields the list, empty without a reader."""
     samples: list[Sample] = []
     if isinstance(read, str):
         yield samples
         return
-    over, began = threading.Event(), time.perf_counter()
+    stop, start = threading.Event(), time.perf_counter()
 
-    def watch() -> None:
+    def sample() -> None:
         while True:
-            samples.append(read(time.perf_counter() - began))
-            if over.wait(every):
+            samples.append(read(time.perf_counter() - start))
+            if stop.wait(every):
                 return
 
-    thread = threading.Thread(target=watch, daemon=True)
+    thread = threading.Thread(target=sample, daemon=True)
     thread.start()
     try:
         yield samples
     finally:
-        over.set()
+        stop.set()
         thread.join()
 
 
 def columns(samples: list[Sample]) -> dict[str, list[float]]:
-    """The samples by field."""
+    """Return the samples as one list per field."""
     return {name: [getattr(s, name) for s in samples] for name in Sample._fields}

@@ -1,17 +1,18 @@
-"""Where a step's time and memory went, read out of a torch profiler's Chrome trace.
+"""Split a step's time and memory by component, from a torch profiler's Chrome trace.
 
-The trace is what `torch.profiler.profile(profile_memory=True).export_chrome_trace` writes
-of steps that `deeploop.utils.spans` put names on, the whole of each in a span "step".
+The trace is written by `torch.profiler.profile(profile_memory=True).export_chrome_trace` around
+steps whose components `deeploop.utils.spans` names; each whole step is in a span "step".
 
-Time. On a CPU each instant of the main thread belongs to the innermost event around it.
-On CUDA each instant belongs to the kernel that runs (the one started last, and one of
-communication only where no other runs) and is idle where none does; a kernel takes the
-label of the host call that launched it. Either way the labels' times add up to the step.
+Time. On a CPU each instant of the main thread belongs to the innermost event around it. On CUDA
+each instant belongs to the running kernel: of several to the one that started last, and to a
+communication kernel only where no other runs; where none runs the instant is idle. A kernel
+takes the label of the host call that launched it. In both cases the labels' times add up to the
+step's.
 
-A label is a part and a phase. The part is that of the innermost span; in backward, that
-of the forward op whose autograd node is evaluated, found by the node's sequence number:
-an op shows the number that the next node gets, so that a node is of the op that was
-begun last with its number. Forward ops that backward runs again are phase "recompute".
+A label is a component and a phase. The component is that of the innermost span. In backward it
+is that of the forward op whose autograd node is evaluated, found by the node's sequence number:
+an op shows the number that the next node will get, so a node belongs to the op that began last
+among those with its number. Forward ops that backward runs again have the phase "recompute".
 """
 
 import bisect
@@ -32,27 +33,27 @@ STEP = PREFIX + "step"
 EVALUATE = "autograd::engine::evaluate_function: "
 ON_HOST = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")  # categories of events
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-PHASES = ("forward", "recompute", "backward", "outside")  # of neither pass: outside
+PHASES = ("forward", "recompute", "backward", "outside")  # outside: neither pass
 
 
 class Label(NamedTuple):
-    """Where time goes."""
+    """The component and the phase that time is attributed to."""
 
-    part: str  # of COMPONENTS, or "other"; "idle" while a GPU has nothing to run
-    phase: str  # of PHASES
+    component: str  # one of COMPONENTS, or "other"; "idle" while a GPU has nothing to run
+    phase: str  # one of PHASES
 
 
 class Interval(NamedTuple):
-    """A labelled event of the step."""
+    """A labelled event of the step, with its time on the clock of the step."""
 
     start: float  # ms from the step's start, as is end
     end: float
     label: Label
-    behind: bool = False  # owns an instant only where no other interval is
+    low_priority: bool = False  # counts only where no other interval is
 
 
-class Stretch(NamedTuple):
-    """A part of the step between two boundaries, and the most memory held in it."""
+class StepSection(NamedTuple):
+    """Forward or backward of a segment, or the optimizer, with its peak memory."""
 
     name: str  # "loops 1-3 forward", "loops 1-3 backward", "optimizer"
     start: float  # ms of the host from the step's start, as is end
@@ -64,54 +65,56 @@ OTHER, IDLE = Label("other", "outside"), Label("idle", "outside")
 
 
 def read(path: Path) -> list[Event]:
-    """The events of a trace.json.gz."""
+    """Read the events of a trace.json.gz."""
     with gzip.open(path) as file:
         return json.load(file)["traceEvents"]
 
 
 def steps(events: list[Event]) -> list[Event]:
-    """The spans around whole steps, in order."""
-    found = (e for e in events if e["name"] == STEP and e.get("cat") == "user_annotation")
-    return sorted(found, key=lambda e: e["ts"])
+    """Return the spans around whole steps, in order."""
+    spans = (e for e in events if e["name"] == STEP and e.get("cat") == "user_annotation")
+    return sorted(spans, key=lambda e: e["ts"])
 
 
-def within(events: list[Event], step: Event) -> list[Event]:
-    """The events that begin in a step."""
+def events_of(events: list[Event], step: Event) -> list[Event]:
+    """Return the events that begin within a step."""
     first, last = step["ts"], step["ts"] + step["dur"]
     return [e for e in events if first <= e.get("ts", -1) < last]
 
 
 def has_kernels(events: list[Event]) -> bool:
-    """Whether the trace shows what ran on a GPU."""
+    """Return whether the events include a GPU's kernels."""
     return any(e.get("cat") in ON_DEVICE for e in events)
 
 
-def split(events: list[Event], step: Event) -> dict[Label, float]:
-    """Milliseconds of a step by label; they add up to the step's own.
+def time_by_label(events: list[Event], step: Event) -> dict[Label, float]:
+    """Return the milliseconds of a step by label; they add up to the step's duration.
 
-    events: those `within` the step.
+    Args:
+        events: of this step (`events_of`).
+        step: its span.
     """
     host = [e for e in events if e.get("cat") in ON_HOST and e["ph"] == "X"]
     device = [e for e in events if e.get("cat") in ON_DEVICE]
     labelled = labels(host, step)
     if device:
         launches = {key: label for e, label in labelled for key in _launch(e)}
-        intervals = [_of_kernel(e, step, launches) for e in device]
+        intervals = [_kernel_interval(e, step, launches) for e in device]
     else:
         intervals = [_interval(e, step, x) for e, x in labelled if e["tid"] == step["tid"]]
-    return owned(intervals, step["dur"] / 1e3)
+    return exclusive_times(intervals, step["dur"] / 1e3)
 
 
 def labels(host: list[Event], step: Event) -> list[tuple[Event, Label]]:
-    """Every event of the host with its label, outer ones before those inside them.
+    """Label every event of the host; an event comes before those inside it.
 
-    Autograd nodes are looked up among the ops of the step's own thread, which runs the
-    forward: each thread counts its own.
+    Autograd nodes are looked up among the ops of the step's thread, which runs the forward:
+    each thread numbers its nodes separately.
     """
     nodes: dict[int, Label] = {}
-    around: dict[int, list[tuple[float, Label]]] = defaultdict(list)  # by thread: what encloses
-    found = []
-    # The forward's thread first: it goes before the backward's, whose clock may be the same.
+    around: dict[int, list[tuple[float, Label]]] = defaultdict(list)  # by thread: end and label
+    labelled = []
+    # The forward's thread first: backward's thread, with the same timestamps, looks nodes up.
     for e in sorted(host, key=lambda e: (e["tid"] != step["tid"], e["ts"], -e["dur"])):
         stack = around[e["tid"]]
         while stack and stack[-1][0] <= e["ts"]:
@@ -122,8 +125,8 @@ def labels(host: list[Event], step: Event) -> list[tuple[Event, Label]]:
         if forward and number >= 0:
             nodes[number] = label
         stack.append((e["ts"] + e["dur"], label))
-        found.append((e, label))
-    return found
+        labelled.append((e, label))
+    return labelled
 
 
 def _label(e: Event, outer: Label, nodes: dict[int, Label]) -> Label:
@@ -131,7 +134,8 @@ def _label(e: Event, outer: Label, nodes: dict[int, Label]) -> Label:
     if name.startswith(EVALUATE):
         if name.endswith("AccumulateGrad"):
             return Label("gradient sums", "backward")
-        return Label(nodes.get(e["args"].get("Sequence number", -1), OTHER).part, "backward")
+        forward = nodes.get(e["args"].get("Sequence number", -1), OTHER)
+        return Label(forward.component, "backward")
     component = registry.component(name)
     if component:
         return Label(component, outer.phase)
@@ -145,36 +149,36 @@ def _label(e: Event, outer: Label, nodes: dict[int, Label]) -> Label:
 
 
 def _launch(e: Event) -> list[tuple[str, int]]:
-    """What a kernel and the event that launched it have in common, the surest first."""
+    """Return the keys that a kernel shares with the event that launched it, most exact first."""
     return [(k, e["args"][k]) for k in ("correlation", "External id") if k in e.get("args", {})]
 
 
-def _of_kernel(e: Event, step: Event, launches: dict[tuple[str, int], Label]) -> Interval:
+def _kernel_interval(e: Event, step: Event, launches: dict[tuple[str, int], Label]) -> Interval:
     label = next((launches[key] for key in _launch(e) if key in launches), OTHER)
     if "nccl" in e["name"].lower():
         label = Label("communication", label.phase)
-    return _interval(e, step, label, behind=label.part == "communication")
+    return _interval(e, step, label, low_priority=label.component == "communication")
 
 
-def _interval(e: Event, step: Event, label: Label, behind: bool = False) -> Interval:
+def _interval(e: Event, step: Event, label: Label, low_priority: bool = False) -> Interval:
     start = (e["ts"] - step["ts"]) / 1e3
-    return Interval(start, start + e["dur"] / 1e3, label, behind)
+    return Interval(start, start + e["dur"] / 1e3, label, low_priority)
 
 
-def owned(intervals: list[Interval], total: float) -> dict[Label, float]:
-    """How long each label has the range [0, total) to itself; what none covers is idle.
+def exclusive_times(intervals: list[Interval], total: float) -> dict[Label, float]:
+    """Divide the range [0, total) among labels; time that no interval covers is idle.
 
-    Of intervals that overlap, the one that began last owns the instant, or of two that
-    began together the shorter.
+    Where intervals overlap, the instant goes to the one that began last, and of those that
+    began together to the shortest.
     """
     times: dict[Label, float] = defaultdict(float)
     order = sorted(intervals, key=lambda i: (i.start, -i.end))
     edges = sorted({0.0, total, *(t for i in order for t in i[:2] if 0 < t < total)})
-    running: list[tuple[bool, int]] = []  # heap: its first owns
+    running: list[tuple[bool, int]] = []  # heap: the instant goes to its first
     begun = 0
     for start, end in itertools.pairwise(edges):
         while begun < len(order) and order[begun].start <= start:
-            heapq.heappush(running, (order[begun].behind, -begun))
+            heapq.heappush(running, (order[begun].low_priority, -begun))
             begun += 1
         while running and order[-running[0][1]].end <= start:
             heapq.heappop(running)
@@ -183,10 +187,14 @@ def owned(intervals: list[Interval], total: float) -> dict[Label, float]:
 
 
 def memory(events: list[Event], step: Event, cuda: bool, base: int) -> list[tuple[float, int]]:
-    """Bytes of tensors over a step: (ms from its start, bytes from then on).
+    """Return the bytes of tensors over a step: (ms from its start, bytes from then on).
 
-    CUDA's allocator reports all that it holds. What a CPU's reports counts from where the
-    profiler began: there `base`, what is held as the step begins, is added.
+    Args:
+        events: of this step.
+        step: its span.
+        cuda: read the CUDA allocator, which reports all allocated bytes.
+        base: bytes allocated as the step begins. A CPU's allocator counts from the start of
+            the profiler, so they are added to its reports.
     """
     kind = 1 if cuda else 0
     changes = [e for e in events if e["name"] == "[memory]" and e["args"]["Device Type"] == kind]
@@ -200,17 +208,23 @@ def memory(events: list[Event], step: Event, cuda: bool, base: int) -> list[tupl
     ]
 
 
-def stretches(events: list[Event], step: Event, curve: list[tuple[float, int]]) -> list[Stretch]:
-    """Forward and backward of each segment of each micro-batch, and the optimizer, in order."""
-    found = []
+def sections(events: list[Event], step: Event, curve: list[tuple[float, int]]) -> list[StepSection]:
+    """List forward and backward of each segment and micro-batch, and the optimizer, in order.
+
+    Args:
+        events: of this step.
+        step: its span.
+        curve: bytes over the step, from `memory`.
+    """
+    result = []
     for e in sorted(events, key=lambda e: e.get("ts", 0)):
         name = e["name"].removeprefix(PREFIX)
-        bounds = name == "optimizer" or name.rpartition(" ")[2] in PHASES
-        if not bounds or e.get("cat") != "user_annotation":
+        is_section = name == "optimizer" or name.rpartition(" ")[2] in PHASES
+        if not is_section or e.get("cat") != "user_annotation":
             continue
         interval = _interval(e, step, OTHER)
         first = bisect.bisect_right(curve, (interval.start, 0)) - 1
         last = bisect.bisect_left(curve, (interval.end, 0))
-        peak = max(held for _, held in curve[max(0, first) : max(1, last)])
-        found.append(Stretch(name, interval.start, interval.end, peak))
-    return found
+        peak = max(size for _, size in curve[max(0, first) : max(1, last)])
+        result.append(StepSection(name, interval.start, interval.end, peak))
+    return result

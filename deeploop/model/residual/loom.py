@@ -20,7 +20,7 @@ Source: LOOM, arXiv 2610.01153; gamma is the rule of arXiv 2606.18524 with lambd
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -139,19 +139,22 @@ class Loom(Residual):
         decay, two = self.loom.decay, self.loom.global_source == "readout"
         factors = two_memory_coefficients if two else looping_coefficients
         read_local, read_global = factors(*self._position(visit), self.config.n_layers, decay)
-        memory = s.memory or LoomMemory()
+        before = s.memory or LoomMemory()
         dtype = torch.promote_types(s.h.dtype, torch.float32)
-        scales = {
+        scales: dict[str, Any] = {
             "scale": self.gamma, "decay": decay, "read_local": read_local,
             "read_global": read_global, "eps": self.eps, "memory_dtype": dtype,
         }  # fmt: skip
         if two:
             h, local, global_, n = looping_update_two(
-                s.h, f, *memory, visit.next_gain, source="readout", norm=visit.norm, **scales
-            )
+                s.h, f, before.local, before.global_, visit.next_gain,
+                source="readout", norm=visit.norm, **scales,
+            )  # fmt: skip
             return s._replace(h=h, n=n, memory=LoomMemory(local, global_))
-        h, local, n = looping_update(s.h, f, *memory, visit.next_gain, norm=visit.norm, **scales)
-        return s._replace(h=h, n=n, memory=LoomMemory(local, memory.global_))
+        h, local, n = looping_update(
+            s.h, f, before.local, before.global_, visit.next_gain, norm=visit.norm, **scales
+        )
+        return s._replace(h=h, n=n, memory=LoomMemory(local, before.global_))
 
     def _position(self, visit: Visit) -> tuple[int, int]:
         """Return the loop and the attention layer, both counted from 1 as in the formulas."""

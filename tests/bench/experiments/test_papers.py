@@ -4,7 +4,7 @@ import pytest
 
 from bench.experiments import papers
 from bench.experiments.runs import save
-from deeploop.cli import parse_train
+from deeploop.cli.train import parse_train
 
 FLOOR = 4.7
 

@@ -1,0 +1,68 @@
+"""deeploop plan: predict memory, time and hours of a run."""
+
+import dataclasses
+from typing import Annotated
+
+import tyro
+
+from deeploop.cli.parse import first_word, named_preset, parse
+from deeploop.config import Config
+from deeploop.config.presets import preset, presets
+from deeploop.utils.errors import InputError
+
+
+@dataclasses.dataclass
+class PlanArguments:
+    config: Annotated[Config, tyro.conf.arg(name="")]
+    device: Annotated[str, tyro.conf.arg(help="h200, h100, a100, b200, or cpu: this machine")] = (
+        "h200"
+    )
+    all: Annotated[
+        bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="a line for every preset")
+    ] = False
+    matrix: Annotated[
+        bool,
+        tyro.conf.FlagCreatePairsOff,
+        tyro.conf.arg(help="DeepLoop's 16 runs and their sum, beside the paper's"),
+    ] = False
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="print JSON")] = False
+
+
+def run(arguments: list[str]) -> int:
+    name, rest = first_word(arguments)
+    if name is None and "--matrix" in rest:
+        base = preset("gpt2-small-r1-baseline")
+    else:
+        base = named_preset(name)
+    parsed = parse_plan(rest, base)
+    several = parsed.all or parsed.matrix
+    if name is not None and several:
+        raise InputError(f"preset {name!r}: --all and --matrix choose their own; leave it out")
+    from deeploop.analyze.plan import report
+
+    if not several:
+        report.show(parsed.config, parsed.device, parsed.json)
+        return 0
+    configs = report.matrix() if parsed.matrix else list(presets().values())
+    of_plan = {"--all", "--matrix", "--json", "--device"}
+    if any(word.startswith("--") and word.split("=")[0] not in of_plan for word in rest):
+        configs = [parse_plan(rest, config).config for config in configs]
+    report.show_many(configs, parsed.device, parsed.json, total=parsed.matrix)
+    return 0
+
+
+def parse_plan(arguments: list[str], base: Config) -> PlanArguments:
+    """Read the options of `plan` and the overrides of a configuration."""
+    try:
+        return parse(
+            PlanArguments,
+            args=arguments,
+            default=PlanArguments(base),
+            prog="deeploop plan [PRESET]",
+            description="Predict memory, time and hours of a run; no GPU is needed, nothing "
+            "allocated.",
+        )
+    except InputError as error:
+        if not {"--all", "--matrix"} & set(arguments):
+            raise
+        raise InputError(f"{base.preset}: {error}") from None
