@@ -11,7 +11,7 @@ MAX_EXPERTS = 512  # of sigmoid_router; importing it from there would import tor
 
 
 class ResidualChoice(NamedTuple):
-    """One value of `model.residual`: the class that implements it, and where its scales come from."""
+    """One value of `model.residual`: its class, and the default exponent of its scales."""
 
     rule: str  # "module:Class", a subclass of deeploop.model.residual.base.Residual
     exponent: float | None = None  # default p of alpha and beta; None: alpha = beta = 1

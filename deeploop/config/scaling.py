@@ -1,4 +1,4 @@
-"""Residual scaling rules of looped Transformers, as plain functions of host numbers.
+"""Compute the residual scales of looped Transformers from numbers of blocks and loops.
 
 Symbols: K sublayer_index blocks (attention + FFN each), R loops, N = K*R unrolled
 blocks, M = 2N sublayer visits. `alpha` multiplies the residual at run time;
@@ -19,17 +19,17 @@ DEEPLOOP_EXPONENT = 0.5
 
 
 def alpha(n_blocks: float, p: float = DEEPLOOP_EXPONENT) -> float:
-    """Run-time residual scale (2N)^p of N unrolled blocks."""
+    """Return the run-time residual scale (2N)^p of N unrolled blocks."""
     return float((2 * n_blocks) ** p)
 
 
 def beta(n_blocks: float, p: float = DEEPLOOP_EXPONENT) -> float:
-    """Initialisation gain (8N)^-p of N unrolled blocks."""
+    """Return the initialisation gain (8N)^-p of N unrolled blocks."""
     return float((8 * n_blocks) ** -p)
 
 
 def untied_budget(n_blocks: float, p: float) -> float:
-    """M (beta/alpha)^2: the update bound when visits' gradients do not align.
+    """Return M (beta/alpha)^2, the update bound when visits' gradients do not align.
 
     1/2 for DeepNorm at every N; 1/(8N) for DeepLoop.
     """
@@ -37,7 +37,7 @@ def untied_budget(n_blocks: float, p: float) -> float:
 
 
 def aligned_budget(n_layers: int, loops: int, p: float) -> float:
-    """M R (beta/alpha)^2: the bound when the R visits of a weight fully align.
+    """Return M R (beta/alpha)^2, the update bound when the R visits of a weight fully align.
 
     R/2 for DeepNorm, so it grows with the loops; 1/(8K) for DeepLoop.
     """
@@ -45,12 +45,12 @@ def aligned_budget(n_layers: int, loops: int, p: float) -> float:
 
 
 def threshold_exponent(gamma: float) -> float:
-    """Smallest stable p = (1+gamma)/4 when the alignment kappa_R grows as R^gamma."""
+    """Return the smallest stable p = (1+gamma)/4 when the alignment kappa_R grows as R^gamma."""
     return (1 + gamma) / 4
 
 
 def alignment_growth(kappa: float, loops: int) -> float:
-    """gamma = log(kappa_R) / log(R): the growth of a measured kappa_R if it is R^gamma.
+    """Return gamma = log(kappa_R) / log(R), the growth of a measured kappa_R if it is R^gamma.
 
     One number of loops cannot tell a constant factor from growth; a fit over several can.
     """
@@ -60,7 +60,7 @@ def alignment_growth(kappa: float, loops: int) -> float:
 
 
 def hierarchical_blocks(k_high: int, k_low: int, low_cycles: int) -> float:
-    """N_g = M_g/2 with M_g = 2(K_H + C_L K_L) gradient-visible visits (HRM, section 4).
+    """Return N_g = M_g/2 of HRM, with M_g = 2(K_H + C_L K_L) gradient-visible visits.
 
     12 for K_H = K_L = 4, C_L = 2, the paper's setting. The released HRM code
     lets only one low pass see the gradient: that is `low_cycles=1`, N_g = 8.
@@ -69,12 +69,12 @@ def hierarchical_blocks(k_high: int, k_low: int, low_cycles: int) -> float:
 
 
 def loom_gamma(n_layers: int, loops: int, lam: float = 0.5) -> float:
-    """lambda / (H sqrt(M)): the scale of every branch of a LOOM of H loops over M layers."""
+    """Return gamma = lambda / (H sqrt(M)), the scale of every branch of a LOOM of H loops over M layers."""
     return lam / (loops * math.sqrt(n_layers))
 
 
 def injection_weight(loop: int, n_layers: int, lam: float = 0.5) -> float:
-    """g_t of h <- (1 - g_t) h + g_t x at the start of loop t, counted from 1.
+    """Return g_t of h <- (1 - g_t) h + g_t x at the start of loop t, counted from 1.
 
     lambda / (t sqrt(M)) from the second loop on, at most 1; 0 in the first, which
     begins with h = x.

@@ -14,7 +14,7 @@ Recompute = Literal["none", "visit", "loop"]
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How a model is trained, validated and saved."""
+    """Fields of training, validation and checkpoints."""
 
     steps: Annotated[
         int,

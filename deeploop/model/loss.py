@@ -1,9 +1,8 @@
-"""Cross-entropy fused with the head, so that the logits of a batch never exist at once.
+"""Compute the cross-entropy of the head in chunks, without the logits of a whole batch.
 
-Full-vocabulary float32 logits are what runs out of memory in a looped model
-with a loss per segment: 0.2 GB a sequence at 1024 x 50304. Here they live one
-chunk of rows at a time, and their gradient is taken while they are there, so
-that nothing is recomputed in backward.
+Full-vocabulary float32 logits exhaust the memory of a looped model with a loss per segment:
+0.2 GB a sequence at 1024 x 50304. Here one chunk of tokens is alive at a time, and its
+gradient is taken in forward, so that nothing is recomputed in backward.
 
 torch's own chunked `F.linear_cross_entropy` (2.13) was measured against this
 at 2048 x 768 x 50304 on a CPU: its bfloat16 loss is rounded to bfloat16 (10.875
@@ -29,16 +28,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dn = torch.empty_like(n) if need_n else None
         dw = torch.zeros_like(weight) if need_w else None
         for start in range(0, n.shape[0], chunk_rows):
-            part = slice(start, start + chunk_rows)
-            logits = F.linear(n[part], w).to(compute)
-            loss += F.cross_entropy(logits, targets[part], ignore_index=IGNORE, reduction="sum")
+            chunk = slice(start, start + chunk_rows)
+            logits = F.linear(n[chunk], w).to(compute)
+            loss += F.cross_entropy(logits, targets[chunk], ignore_index=IGNORE, reduction="sum")
             if not (need_n or need_w):
                 continue
-            grad = _grad_logits(logits, targets[part]).to(n.dtype)
+            grad = _grad_logits(logits, targets[chunk]).to(n.dtype)
             if dn is not None:
-                torch.mm(grad, w, out=dn[part])
+                torch.mm(grad, w, out=dn[chunk])
             if dw is not None:
-                dw += grad.t() @ n[part]
+                dw += grad.t() @ n[chunk]
         ctx.save_for_backward(dn, dw)
         return loss
 
@@ -54,7 +53,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _grad_logits(logits: Tensor, targets: Tensor) -> Tensor:
-    """d(sum of cross-entropies)/d(logits) = softmax - onehot, 0 where ignored."""
+    """Return d(sum of cross-entropies)/d(logits) = softmax - onehot, 0 where ignored."""
     keep = targets != IGNORE
     grad = logits.softmax(-1)
     grad.scatter_add_(1, targets.clamp_min(0)[:, None], torch.full_like(grad[:, :1], -1.0))
@@ -64,7 +63,7 @@ def _grad_logits(logits: Tensor, targets: Tensor) -> Tensor:
 def linear_cross_entropy(
     n: Tensor, weight: Tensor, targets: Tensor, chunk_rows: int | None = None
 ) -> Tensor:
-    """Summed cross-entropy, in nats, of the head `n @ weight.T` against targets.
+    """Compute the summed cross-entropy, in nats, of the head `n @ weight.T`.
 
     Args:
         n: [..., d] final states, any float dtype; the GEMMs run in it.
@@ -83,5 +82,5 @@ def linear_cross_entropy(
 
 
 def default_chunk_rows(n: Tensor, weight: Tensor) -> int:
-    """Rows whose float32 logits fill the device's chunk budget; at least one."""
+    """Return the tokens whose float32 logits fill the device's chunk budget; at least one."""
     return max(1, CHUNK_BYTES.get(n.device.type, 2**26) // (4 * weight.shape[0]))

@@ -45,11 +45,11 @@ class LoopState(NamedTuple):
     n: Tensor | None = None  # [B, T, d_model] normalised input of the next visit
     memory: Any = None  # further tensors of the residual rule, such as LOOM's averages
     router_z: Tensor | None = None  # scalar: sum over MoE visits of mean squared logsumexp
-    expert_loads: tuple[Tensor, ...] = ()  # of each MoE visit: int64 [experts], tokens sent there
+    expert_loads: tuple[Tensor, ...] = ()  # of each MoE visit: int64 [experts]
 
     @property
     def normed(self) -> Tensor:
-        """The normalised input of the next visit; raises RuntimeError where there is none yet."""
+        """The next visit's normalised input; raises RuntimeError before a loop has started."""
         if self.n is None:
             raise RuntimeError("the state has no normalised input: start a loop first")
         return self.n

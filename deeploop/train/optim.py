@@ -9,7 +9,7 @@ from deeploop.config import TrainConfig
 
 
 def adamw(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """Fused AdamW that decays matrices and leaves norm gains alone, unless told otherwise."""
+    """Make a fused AdamW that decays matrices and, with `decay_gains`, norm gains."""
     gains = config.weight_decay if config.decay_gains else 0.0
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
@@ -21,7 +21,7 @@ def adamw(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
-    """Learning rate of step 0, 1, ..., steps-1.
+    """Return the learning rate of a step from 0 to steps - 1.
 
     wsd: linear warm-up, constant, linear decay to `min_lr * lr` over the last
     `decay` of the steps (10/80/10 by default). cosine: warm-up, then half a
@@ -53,11 +53,10 @@ def clip_gradients(model: nn.Module, limit: float) -> Tensor:
 
 
 def step_if_finite(optimizer: torch.optim.AdamW, grad_norm: Tensor, lr: float) -> None:
-    """One optimizer step, skipped on the device where the gradient norm is not finite.
+    """Take one optimizer step, skipped on the device if the gradient norm is not finite.
 
-    Fused optimizers take the skip flag as a tensor (it is what GradScaler
-    hands them), so a bad gradient leaves weights and moments as they were and
-    no step waits for the device to say so.
+    Fused optimizers take the skip flag as a tensor, as GradScaler passes it: weights and
+    moments then stay unchanged, and the host does not wait for the device.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr

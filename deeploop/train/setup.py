@@ -1,4 +1,4 @@
-"""From a configuration to a trainer: what is resolved, refused and said before step one."""
+"""Make a trainer from a configuration: resolve, check and describe it before step one."""
 
 import math
 import os
@@ -34,10 +34,12 @@ from deeploop.utils.errors import InputError
 
 
 def resolve(config: Config, corpus: Corpus, ranks: Ranks) -> Config:
-    """Fill in what was left to the machine and the corpus: device, precision, vocabulary."""
+    """Fill in the device, precision and vocabulary that the configuration leaves open."""
     device = pick_device(config.train.device)
     if ranks.world > 1 and device.type == "cuda":
-        device = torch.device("cuda", local_rank())  # whatever a resumed run's first rank had
+        device = torch.device(
+            "cuda", local_rank()
+        )  # not the device that a resumed run's main rank had
     precision = config.train.precision
     if precision == "auto":
         precision = "bf16" if computes_in_bf16(device) else "fp32"
@@ -78,8 +80,8 @@ def describe(trainer: Trainer) -> list[str]:
         e = m.moe
         experts = f"; experts: {e.backend}, {e.top_k} of {e.experts} + {e.shared} shared"
     return [
-        f"model    {c.preset}: {m.residual}, {m.n_layers} blocks x {m.loops} loops, width {m.d_model}, "
-        f"{count_parameters(trainer.model):,} parameters{scale}",
+        f"model    {c.preset}: {m.residual}, {m.n_layers} blocks x {m.loops} loops, "
+        f"width {m.d_model}, {count_parameters(trainer.model):,} parameters{scale}",
         f"data     {trainer.corpus.describe()}",
         f"paths    {device_name(trainer.device)}, {c.train.precision}; updates: {kernels}; "
         f"attention: PyTorch{experts}; loss: chunked cross-entropy"
@@ -171,14 +173,14 @@ def check_same_corpus(corpus: Corpus, ckpt: checkpoint.Checkpoint) -> None:
 
 
 def ngram_floors(corpus: Corpus) -> dict[str, float]:
-    """What letter and pair frequencies alone would reach, in nats per held-out token."""
+    """Return the loss that unigram and bigram counts reach, in nats per held-out token."""
     unigram, bigram = ngram_bits(corpus.train, corpus.val, corpus.vocab_size)
     floors = {"unigram": unigram * math.log(2)}
     return floors if bigram is None else floors | {"bigram": bigram * math.log(2)}
 
 
 def read_corpus(config: Config) -> Corpus:
-    """The corpus that a configuration names."""
+    """Load the corpus that a configuration names."""
     return load_corpus(
         config.data.path,
         config.data.tokenizer,
@@ -189,7 +191,7 @@ def read_corpus(config: Config) -> Corpus:
 
 
 def open_corpus(config: Config) -> Corpus:
-    """The corpus to train on; raises InputError where it cannot fill one sequence."""
+    """Load the corpus to train on; raises InputError if it is shorter than one sequence."""
     corpus = read_corpus(config)
     if len(corpus.train) <= config.model.seq_len:
         raise InputError(
@@ -209,8 +211,15 @@ def open_run(
 ) -> Trainer:
     """Load the corpus, build or restore the model, make or enter the run's folder.
 
-    Nothing is written before everything that can be refused was checked, and nothing by
-    any rank but the first.
+    Nothing is written before everything that can be refused was checked, and only by the
+    main rank.
+
+    Args:
+        config: of the run.
+        console: receives the progress.
+        ckpt: a checkpoint to go on from.
+        ranks: processes that train together.
+        check: raises InputError for a resolved configuration that must not start.
     """
     corpus = open_corpus(config)
     config = resolve(config, corpus, ranks)
@@ -231,12 +240,12 @@ def open_run(
     if ckpt is not None:
         trainer.restore(ckpt)
     if ranks.is_main:
-        begin(trainer, new)
+        lock_run(trainer, new)
     return trainer
 
 
-def begin(trainer: Trainer, new: bool) -> None:
-    """Hold the run's folder and write what the run is of; leave no new folder behind if not."""
+def lock_run(trainer: Trainer, new: bool) -> None:
+    """Lock the run's folder and write its first files; remove a new folder on failure."""
     trainer.lock.enter_context(lock_run_folder(trainer.folder, new))
     try:
         write_run_files(trainer.folder, trainer.config, trainer.corpus, trainer.floors)
@@ -247,5 +256,5 @@ def begin(trainer: Trainer, new: bool) -> None:
 
 
 def same_folder(out: str, folder: Path) -> bool:
-    """Whether a run with this train.out stays in `folder`; without one it does."""
+    """Return whether a run with this train.out stays in `folder`; without train.out it does."""
     return not out or user_path(out, "train.out").resolve() == folder.resolve()

@@ -185,14 +185,14 @@ class Trainer:
                 self.model, self.corpus, self.micro, t.precision, t.eval_tokens, self.ranks
             )
         bits = bits_per_byte(loss, self.corpus)
-        said = "" if bits is None else f" ({bits:.3f} bits/byte)"
+        in_bits = "" if bits is None else f" ({bits:.3f} bits/byte)"
         self.metrics.write(step=self.done, val_loss=loss, val_bits_per_byte=bits)
-        self.live.say(f"step {self.done:>6}  held-out loss {loss:.4f}{said}")
+        self.live.say(f"step {self.done:>6}  held-out loss {loss:.4f}{in_bits}")
         self.validated = self.done, loss
         return loss
 
     def save(self) -> None:
-        """Write a checkpoint and delete old ones; raises Diverged instead if a loss was not finite."""
+        """Write a checkpoint and delete old ones; raises Diverged if a loss was not finite."""
         self.check_finite()
         if not self.ranks.is_main:
             return

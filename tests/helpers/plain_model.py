@@ -88,7 +88,7 @@ def plain_branch(branch, x, config, loop=0):
 
 
 def plain_forward(model: LoopLM, tokens, loops=None):
-    """Final normalised states [B, T, d_model] of a model, from its weights and its rule's reference.
+    """Final normalised states [B, T, d_model], from a model's weights and its rule's reference.
 
     The norms before branches and head are written here, those of the rule in its reference.
     """

@@ -86,7 +86,7 @@ def _loom_sizes() -> list[Config]:
 
 
 def isoflop_cost(loops: int, top_k: int) -> int:
-    """Return LOOM's cost f(H, k) = H (6 + 3k), in d^2 per token and layer; k counts shared experts."""
+    """Return LOOM's cost f(H, k) = H (6 + 3k), in d^2 a token and layer; k counts all experts."""
     return loops * (6 + 3 * top_k)
 
 

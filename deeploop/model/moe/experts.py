@@ -1,4 +1,4 @@
-"""The routed experts: E SwiGLUs over rows grouped by expert, three ways to run them.
+"""Run the routed experts: E SwiGLUs over rows grouped by expert.
 
 Row r of the S = N k grouped rows belongs to token t(r) and expert e(r); the rows of
 expert e are those from ends[e-1] to ends[e]. Forward, per row:
@@ -93,7 +93,7 @@ def _swiglu(a: Tensor) -> Tensor:
 
 
 def _swiglu_backward(a: Tensor, ds: Tensor) -> tuple[Tensor, Tensor]:
-    """da and s; overwrites ds."""
+    """Compute da and s; overwrites ds."""
     gate, up = a.chunk(2, dim=-1)
     da = torch.empty_like(a)
     dgate, dup = da.chunk(2, dim=-1)
@@ -115,7 +115,7 @@ def _one_gemm(x: Tensor) -> bool:
 def _forward_grouped(
     x: Tensor, gate_up: Tensor, down: Tensor, token: Tensor, ends: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """rows and a."""
+    """Compute the output rows and a."""
     chosen = x.index_select(0, token)
     a = F.grouped_mm(chosen, gate_up.to(x.dtype).mT, offs=ends)
     del chosen
@@ -132,7 +132,7 @@ def _backward_grouped(
     a: Tensor,
     needs: list[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """d(gathered x), dgate_up, ddown."""
+    """Compute d(gathered x), dgate_up and ddown; None where not needed."""
     need_x, need_in, need_out = needs
     dchosen = dgate_up = ddown = None
     ds = F.grouped_mm(drows, down.to(x.dtype), offs=ends)
@@ -165,7 +165,7 @@ def _cleared(dw: Tensor, ends: Tensor) -> Tensor:
 
 
 def _spans(ends: Tensor) -> Iterator[tuple[int, slice]]:
-    """Each expert and its rows."""
+    """Yield each expert and the slice of its rows."""
     begin = 0
     for expert, end in enumerate(ends.tolist()):
         yield expert, slice(begin, end)
@@ -179,7 +179,7 @@ def _gemm_dtype(x: Tensor) -> torch.dtype:
 
 
 def _mm(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """out = a @ b, rounded to out's dtype."""
+    """Write a @ b to out, rounded to its dtype."""
     if a.dtype == out.dtype:
         torch.mm(a, b, out=out)
     else:
@@ -189,7 +189,7 @@ def _mm(a: Tensor, b: Tensor, out: Tensor) -> None:
 def _forward_by_expert(
     x: Tensor, gate_up: Tensor, down: Tensor, token: Tensor, ends: Tensor, save: bool
 ) -> tuple[Tensor, Tensor]:
-    """rows and a."""
+    """Compute the output rows and a."""
     dtype = _gemm_dtype(x)
     rows = x.new_empty(token.shape[0], x.shape[1])
     a = x.new_empty(token.shape[0] if save else 0, gate_up.shape[1])
@@ -211,7 +211,7 @@ def _backward_by_expert(
     a: Tensor,
     needs: list[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """d(gathered x), dgate_up, ddown."""
+    """Compute d(gathered x), dgate_up and ddown; None where not needed."""
     dtype = _gemm_dtype(x)
     dchosen = torch.empty_like(drows) if needs[0] else None
     dgate_up = torch.empty_like(gate_up) if needs[1] else None

@@ -3,13 +3,13 @@
 For the N tokens n of one visit in loop t, with router R_t [E, d]:
 
     weights, indices, load, z = sigmoid_router(n, R_t, bias, k)       float32
-    rows     = the chosen experts' SwiGLUs, rows grouped by expert
+    expert_out = the chosen experts' SwiGLUs, rows grouped by expert
     shared   = n_shared SwiGLUs that every token takes, summed
 
-and `expert_combine` then adds up weights[j] * rows[slots[j]] + shared. Experts, shared
-experts and bias belong to the sublayer, hence to all loops; only the router is a loop's
-own, and loops past the last router use the last one. All start as copies of the first
-(LOOM's, against a cold start of the late loops).
+and `expert_combine` then adds up weights[j] * expert_out[slots[j]] + shared. Experts, shared
+experts and bias belong to the sublayer, hence to all loops; only the router differs between
+loops, and loops past the last router use the last one. All start as copies of the first
+(as in LOOM, so that experts of late loops do not starve at first).
 
 Capacity, in training only: each expert keeps the cap = max(1, int(c N k / E)) slots of
 highest weight (equals: the earlier token). The others are dropped: slot -1, weight 0,
@@ -17,7 +17,7 @@ and the token's weights are divided by the sum of those kept; a token that keeps
 is left with its shared experts. Dropped rows are computed all the same, so that every
 shape is known before the routing is.
 
-One sort does it: by expert and, where there is a capacity, by falling weight within
+The slots are grouped by one sort: by expert and, with a capacity, by falling weight within
 the expert. Nothing reads a value back to the host.
 
 Source: LOOM's MoE (30 routed + 2 shared experts, capacity factor 1.5) and its load
@@ -45,7 +45,7 @@ class Routed(NamedTuple):
     """A MoE's outputs before they are combined, and its router's statistics."""
 
     expert_out: Tensor  # [N k, d] grouped by expert (megablocks: [N, d], already combined)
-    slots: Tensor  # int32 [N, k]: the row of expert_out of each token's j-th expert; -1: dropped
+    slots: Tensor  # int32 [N, k]: each token's rows of expert_out; -1: dropped
     weights: Tensor  # float32 [N, k], normalised over the kept slots
     shared: Tensor | None  # [..., d] sum of the always-on shared experts
     z: Tensor  # scalar: mean logsumexp^2 of the router's logits
@@ -71,11 +71,11 @@ def combine(f: Tensor | Routed) -> Tensor:
 
 
 class Groups(NamedTuple):
-    """The slots in the order of their experts."""
+    """(token, expert) slots in the order of their experts."""
 
-    token: Tensor  # int32 [N k]: whose row it is
+    token: Tensor  # int32 [N k]: the token of each row
     inverse: Tensor  # int32 [N, k]: the row of each slot
-    ends: Tensor  # int32 [E]: where each expert's rows end
+    ends: Tensor  # int32 [E]: end of each expert's rows
 
 
 def group(indices: Tensor, load: Tensor, weights: Tensor | None) -> Groups:
@@ -102,7 +102,7 @@ def group(indices: Tensor, load: Tensor, weights: Tensor | None) -> Groups:
 def drop(
     groups: Groups, indices: Tensor, load: Tensor, weights: Tensor, cap: int
 ) -> tuple[Tensor, Tensor]:
-    """Slots and weights with each expert's slots past the first `cap` dropped."""
+    """Drop each expert's slots past the first `cap`; returns the slots and weights that remain."""
     begins = groups.ends - load.int()
     kept = groups.inverse - begins[indices.long()] < cap
     slots = groups.inverse.where(kept, -1)
@@ -115,8 +115,8 @@ class MoE(nn.Module):
 
     gate_up [E, 2 d_expert, d_model] and down [E, d_model, d_expert] hold the routed
     experts, `shared` the others as one SwiGLU n_shared * d_expert wide (None without).
-    routers [E, d_model] are parameters of their own, so that the backward of some loops
-    leaves the others' gradients None. bias [E] steers the choice alone (`update_router_bias_`).
+    routers [E, d_model] are separate parameters, so that the backward of some loops leaves
+    the others' gradients None. bias [E] steers the choice alone (`update_router_bias_`).
     """
 
     bias: Tensor
@@ -145,17 +145,17 @@ class MoE(nn.Module):
         for matrix in (self.routers[0], self.gate_up, self.down):
             nn.init.uniform_(matrix, -(matrix.shape[-1] ** -0.5), matrix.shape[-1] ** -0.5)
         copy_router(self)
-        # In a tuple, so that its parameters, which stand in for ours, are not the model's.
+        # In a tuple, so that its parameters are not registered as the model's.
         self._peer = (megablocks.build(self),) if backend == "megablocks" else ()
 
     def router(self, loop: int) -> Tensor:
-        """The router [E, d_model] of a loop counted from 0."""
+        """Return the router [E, d_model] of a loop counted from 0."""
         return self.routers[min(loop, len(self.routers) - 1)]
 
     def forward(self, n: Tensor, router: Tensor) -> Routed:
-        """n: [..., d_model], router: [E, d_model], one of this module's -> Routed.
+        """Route n [..., d_model] by one of this module's routers [E, d_model], and run the experts.
 
-        The matrix, and not the loop's number, so that one compiled graph serves every loop.
+        The argument is the matrix, not the loop's number: one compiled graph serves every loop.
         """
         n = n.to(autocast_dtype(n))
         weights, indices, load, z = sigmoid_router(n, router, self.bias, self.top_k)
@@ -174,7 +174,7 @@ class MoE(nn.Module):
         return Routed(expert_out, slots, weights, shared, z, load)
 
     def capacity(self, n_tokens: int) -> int | None:
-        """Slots an expert keeps of one micro-batch; None where it can get no more than that."""
+        """Return the slots an expert takes of one micro-batch; None where there is no limit."""
         share = self.capacity_factor * self.top_k / self.down.shape[0]  # of the tokens
         if not self.training or not 0 < share < 1:
             return None
@@ -190,9 +190,10 @@ def copy_router(moe: MoE) -> None:
 
 @torch.no_grad()
 def update_router_bias_(bias: Tensor, load: Tensor, lr: float) -> None:
-    """bias += lr * sign(mean(load) - load), in place; load is the global step's, int64 [E].
+    """Add lr * sign(mean(load) - load) to the bias, in place.
 
-    Compared as integers, E load against the sum, so that a load at the mean stays.
+    load: int64 [E], of the whole batch. Loads are compared as integers, E load with the sum,
+    so that the bias of a load at the mean does not move.
     """
     bias.add_(torch.sign(load.sum() - load * load.numel()).to(bias.dtype), alpha=lr)
 
@@ -206,7 +207,7 @@ def _check(
     capacity_factor: float,
     backend: str,
 ) -> None:
-    """Refuse what cannot be built, by field."""
+    """Refuse sizes that cannot be built, naming the field; raises InputError."""
     counts = (
         ("n_experts", n_experts, 1), ("d_expert", d_expert, 1),
         ("n_shared", n_shared, 0), ("n_routers", n_routers, 1),

@@ -1,9 +1,9 @@
 """Routed experts on megablocks' dropless MLP, with our router's weights and choice.
 
 megablocks (github.com/databricks/megablocks, read at 0.10) permutes, runs its grouped
-GEMMs and adds up each token's weighted rows itself; its own router is softmax only and
-stays unused. Its layer is built on the meta device and borrows our parameters at each
-call: one set of weights, the same checkpoint whatever the backend.
+GEMMs and adds up each token's weighted rows itself; its router, softmax only, is not used.
+Its layer is built on the meta device and takes our parameters at each call: one set of
+weights, the same checkpoint whatever the backend.
 
 bfloat16 alone; a host sync at each call (it reads the token counts back); release 0.10
 pins torch 2.7.0 and compiles a CUDA extension. Chosen only by name.
@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from deeploop.utils.errors import InputError
 
-BLOCK = 128  # of its sparse matrices, which it sizes even where it does not use them
+BLOCK = 128  # of megablocks' sparse matrices, which are sized even where they are not used
 
 
 def build(moe: Any) -> nn.Module:
-    """Its ParallelDroplessMLP for our sizes, without memory of its own."""
+    """Build megablocks' ParallelDroplessMLP of the module's sizes, on the meta device."""
     n_experts, d_model, d_expert = moe.down.shape
     if n_experts * d_expert < BLOCK:
         raise InputError(
@@ -37,11 +37,11 @@ def build(moe: Any) -> nn.Module:
         arguments = Arguments(
             hidden_size=d_model, ffn_hidden_size=d_expert, bias=False, return_bias=False,
             activation_fn=F.silu, moe_num_experts=n_experts, moe_top_k=moe.top_k,
-            # Its balancing loss piles up in a list of its module; ours is a bias.
+            # Its balancing loss grows a list in its module; ours is a bias.
             moe_loss_weight=0, mlp_type="glu", mlp_impl="grouped", fp16=False, bf16=True,
             device="meta",
         )  # fmt: skip
-    except (ImportError, AssertionError) as missing:  # it asserts that grouped_gemm is there
+    except (ImportError, AssertionError) as missing:  # it asserts that grouped_gemm is installed
         raise InputError(
             f"backend='megablocks': cannot be used here ({missing}); install megablocks with its "
             "CUDA extension and grouped_gemm, or use backend 'grouped_mm'"
@@ -52,10 +52,10 @@ def build(moe: Any) -> nn.Module:
 def run(
     peer: nn.Module, moe: Any, x: Tensor, weights: Tensor, indices: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows, slots and weights for `expert_combine`: one row a token, weight 1.
+    """Run the experts; returns expert_out, slots and weights for `expert_combine`.
 
-    x [N, d], weights float32 [N, k] and indices int32 [N, k] as routed -> rows [N, d],
-    already weighted and added up over k.
+    x [N, d], weights float32 [N, k] and indices int32 [N, k] as routed -> expert_out [N, d],
+    already weighted and added up over k: one row a token, with weight 1.
     """
     gate, up = moe.gate_up.to(x.dtype).chunk(2, dim=1)
     # [E, f, d] as its rows [E f, d]; down is stored in before out there.

@@ -127,7 +127,7 @@ class Loom(Residual):
         return s._replace(h=h, n=n)
 
     def _averages(self, visit: Visit) -> bool:
-        """Whether a visit's output goes through the two moving averages."""
+        """Return whether a visit's output goes through the two moving averages."""
         looped = visit.loop is not None
         return looped and self.loom.looping_residual and visit.sublayer.kind == "attention"
 

@@ -1,0 +1,114 @@
+"""Every command and example in a README works, or is marked with what it needs."""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import deeploop
+from deeploop.cli import main
+
+ROOT = Path(deeploop.__file__).parents[1]
+READMES = [p for p in sorted(ROOT.rglob("README.md")) if "kernels" not in p.parts[-3:-2]]
+READMES = [p for p in READMES if not any(x.startswith(".") for x in p.relative_to(ROOT).parts)]
+# What a machine without GPU, network or hours to spare cannot run, as the READMEs mark it.
+NEEDS = re.compile(r"needs|on a GPU|hour|torchrun --nproc-per-node 8|pip install")
+# Other folders have tests of their commands: bench/README.md and bench/results/README.md.
+SHORT = ["--steps", "2", "--train.eval-tokens", "512", "--train.batch-size", "4"]
+
+
+def blocks(path, language):
+    text = path.read_text()
+    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.S)
+
+
+def commands():
+    for path in READMES:
+        name = str(path.relative_to(ROOT))
+        if name.startswith(("bench", "deeploop/kernels", "tests")):
+            continue
+        for block in blocks(path, "bash"):
+            for line in block.splitlines():
+                if line.strip() and not NEEDS.search(line):
+                    yield pytest.param(line, id=f"{name}: {line[:60]}")
+
+
+def python_blocks():
+    for path in READMES:
+        name = str(path.relative_to(ROOT))
+        if name.startswith(("deeploop/kernels", "tests", "bench")):
+            continue
+        for i, code in enumerate(blocks(path, "python")):
+            yield pytest.param(path, code, id=f"{name}-{i}")
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """A folder with what the commands name: texts, shards and runs."""
+    folder = tmp_path_factory.mktemp("readme")
+    text = "".join(f"line {i % 7}: the quick brown fox\n" for i in range(2000))
+    (folder / "corpus.txt").write_text(text)
+    (folder / "corpus.jsonl").write_text('{"text": "the quick brown fox jumps"}\n' * 500)
+    cwd = Path.cwd()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert main(["data", "corpus.txt", "shards", "--tokenizer", "byte"]) == 0
+        for run in ("RUN", "a", "x"):
+            assert main(["train", *SHORT, "--out", f"runs/{run}"]) == 0
+    assert Path.cwd() == cwd
+    return folder
+
+
+def shortened(words):
+    """A command with fewer steps and into a folder of its own, where it would take minutes."""
+    if words[0] == "train" and "--print-config" not in words:
+        words = [w for w in words if w != "--train.keep"]
+        if "--out" in words:
+            shutil.rmtree(words[words.index("--out") + 1], ignore_errors=True)
+        if "--resume" in words:
+            return words
+        words += [w for pair in zip(SHORT[::2], SHORT[1::2], strict=True)
+                  if pair[0] not in words for w in pair]  # fmt: skip
+    if words[0] == "profile":
+        words += ["--train.batch-size", "2"]
+    if words[0] == "diagnose":
+        words += ["--batch-size", "2"] if "--batch-size" not in words else []
+    return words
+
+
+@pytest.mark.parametrize("line", commands())
+def test_command(line, workplace, monkeypatch):
+    monkeypatch.chdir(workplace)
+    line = line.split("  #")[0].strip()
+    for words in (shlex.split(part, comments=True) for part in line.split("&&")):
+        if words[0] == "deeploop":
+            words = ["corpus.txt" if w == "corpus.jsonl" and "gpt2" in line else w for w in words]
+            assert main(shortened(words[1:])) == 0, line
+        elif words[0] == "pytest":
+            targets = [w for w in words[1:] if not w.startswith("-") and "=" not in w]
+            assert all((ROOT / t).exists() for t in targets)
+        elif words[:2] == ["python", "-m"]:
+            found = subprocess.run(
+                [sys.executable, "-c", f"import importlib.util as u; assert u.find_spec({words[2]!r})"],
+                cwd=ROOT,
+            )
+            assert found.returncode == 0, line
+        elif words[0] == "torchrun":
+            assert words[words.index("-m") + 1] == "deeploop.cli"
+        elif words[0].startswith("bench/"):
+            assert (ROOT / words[0]).exists()
+        else:
+            raise AssertionError(f"no test knows how to run: {line}")
+
+
+@pytest.mark.parametrize(("path", "code"), python_blocks())
+def test_python_example(path, code, workplace, monkeypatch):
+    monkeypatch.chdir(workplace)
+    if code.startswith("    "):  # one line of a file that the text names
+        compile(code.strip().rstrip(","), str(path), "eval")
+    else:
+        exec(compile(code, str(path), "exec"), {"__name__": "example"})
