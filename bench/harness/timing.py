@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deeploop.utils.device import computes_in_bf16
+
 FLUSH_BYTES = 256 << 20  # several times any L2
 
 
@@ -144,6 +146,8 @@ def matmul_ceiling(device: torch.device, dtype: torch.dtype) -> float:
     It is the ceiling of code whose work is matrix products on this device.
     """
     n = 8192 if device.type == "cuda" else 2048
+    if dtype is torch.bfloat16 and not computes_in_bf16(device):
+        n = 256  # emulated: a product of 2048 takes a minute
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
     timed = interleaved_on_device if device.type == "cuda" else interleaved
