@@ -8,7 +8,7 @@ import pytest
 from bench.experiments import ablation, kappa, papers, runs
 from bench.harness import report
 from bench.harness.stored import read_json, renamed
-from deeploop.cli import parse_train
+from deeploop.cli.train import parse_train
 from deeploop.utils.errors import InputError
 
 RESULTS = Path(__file__).parents[3] / "bench" / "results"
