@@ -1,4 +1,5 @@
 import io
+import os
 
 import pytest
 from hypothesis import settings
@@ -9,6 +10,16 @@ from deeploop.config import Config, DataConfig, ModelConfig, TrainConfig
 # How long an example takes says how busy the machine is, and nothing of the code.
 settings.register_profile("deeploop", deadline=None)
 settings.load_profile("deeploop")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    """Spread the tests over two workers of one thread each, unless the command line says more."""
+    workers = getattr(config.option, "numprocesses", 0)  # absent without pytest-xdist
+    alone = config.option.usepdb or config.option.collectonly or "PYTEST_XDIST_WORKER" in os.environ
+    if workers is None and not alone and config.option.dist == "no":
+        config.option.numprocesses, config.option.dist = 2, "worksteal"
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture

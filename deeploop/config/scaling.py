@@ -69,7 +69,7 @@ def hierarchical_blocks(k_high: int, k_low: int, low_cycles: int) -> float:
 
 
 def loom_gamma(n_layers: int, loops: int, lam: float = 0.5) -> float:
-    """Return gamma = lambda / (H sqrt(M)), the scale of every branch of a LOOM of H loops over M layers."""
+    """Return gamma = lambda / (H sqrt(M)), LOOM's branch scale for H loops over M layers."""
     return lam / (loops * math.sqrt(n_layers))
 
 

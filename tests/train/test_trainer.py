@@ -102,8 +102,8 @@ def test_accumulation_equals_the_whole_batch(config, quiet, tmp_path):
         trainer = open_run(run, quiet)
         trainer.model.double()
         trainer.optimizer.zero_grad = lambda set_to_none: None
-        tally = trainer.step(observe=True)
-        gradients.append([tally.total(), *(p.grad for p in trainer.model.parameters())])
+        metrics = trainer.step()
+        gradients.append([metrics.total_loss(), *(p.grad for p in trainer.model.parameters())])
     for other in gradients[1:]:
         for a, b in zip(gradients[0], other, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
@@ -138,10 +138,10 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_checkpoint(config, q
     trainer = open_run(config, quiet)
     whole_step = trainer.step
 
-    def poisoned(watch):
+    def poisoned(**options):
         if trainer.done == 12:
             trainer.model.sublayers[1].branch.out.weight.data[0, 0] = math.nan
-        return whole_step(watch)
+        return whole_step(**options)
 
     trainer.step = poisoned
     with pytest.raises(Diverged, match=r"loop 1, sublayer 2 \(SwiGLU\).*step_000010"):

@@ -141,11 +141,13 @@ def test_settings_that_nothing_acts_on_are_named(loom, quiet):
 def test_z_is_a_visits_mean_under_every_plan(loom, quiet, tmp_path, plan):
     trainer = open_run(loom.replace("train", backprop=plan), quiet)
     model, (inputs, _) = trainer.model, trainer.batch()
-    ahead = range(2) if plan == "last" else range(0)  # which have no z of their own
+    before = range(2) if plan == "last" else range(0)  # loops without gradient add no z
     with torch.no_grad():
-        parts = [model.run(x, range(4)).z - (model.run(x, ahead).z if ahead else 0)
-                 for x in inputs.split(2)]  # fmt: skip
-    wanted = torch.stack(parts).mean() / (4 - len(ahead))
+        sums = [
+            model.run(x, range(4)).router_z - (model.run(x, before).router_z if before else 0)
+            for x in inputs.split(2)
+        ]
+    wanted = torch.stack(sums).mean() / (4 - len(before))
     frozen = trainer.optimizer.step
     trainer.optimizer.step = lambda: None
     found = trainer.step(observe=True).figures()["z"]
@@ -166,11 +168,11 @@ def test_a_nan_in_a_segment_stops_with_its_visit_named(loom, quiet, tmp_path):
     trainer = open_run(loom, quiet)
     whole, before = trainer.step, []
 
-    def poisoned(watch):
+    def poisoned(**options):
         if trainer.done == 12:
             experts(trainer).routers[2].data[:] = math.nan
             before.append(experts(trainer).bias.clone())
-        return whole(watch)
+        return whole(**options)
 
     trainer.step = poisoned
     with pytest.raises(Diverged, match=r"loop 3, sublayer 2 \(MoE\).*step_000010"):
@@ -221,7 +223,7 @@ def test_other_experts_than_the_checkpoints_are_refused_by_name(loom, quiet):
     found = checkpoint.find(loom.train.out)
     with pytest.raises(InputError, match=r"model\.moe\.top_k=1: the checkpoint .* with 2"):
         open_run(loom.replace("model.moe", top_k=1), quiet, found)
-    with pytest.raises(InputError, match=r"train\.plan=full: the checkpoint .* with segments"):
+    with pytest.raises(InputError, match=r"train\.backprop=full: the checkpoint .* with segments"):
         open_run(loom.replace("train", backprop="full"), quiet, found)
 
 
