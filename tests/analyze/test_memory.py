@@ -92,7 +92,7 @@ def counted(config, kind="cuda") -> float:
 def test_a_329m_loom_in_segments_fits_where_full_backprop_does_not():
     """Fake tensors, 16 x 1024 tokens, weights and moments included.
 
-    Two layers of its ten, to be quick: `python -m bench.memory` counts them all.
+    Two layers of its ten, to be quick: `python -m bench.experiments.memory` counts them all.
     """
     base = preset("loom-329m").replace("train", precision="bf16", batch_size=16, micro_batch=0)
     base = base.replace("model", n_layers=2)
