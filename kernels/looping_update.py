@@ -136,25 +136,15 @@ def looping_update_two(
 ) -> tuple[Tensor, Tensor, Tensor, Normed]:
     """Update both of LOOM's memories and the stream, and norm the stream.
 
-    L' = decay * L + scale * f,  G' = decay * G + o,
-    h' = h + read_local * L' + read_global * G',  n = RMSNorm(h') * w_next.
+    L' = decay * L + scale * f,  G' = decay * G + o,  h' and n as in `looping_update`.
 
     Args:
-        h: residual stream, [..., d], a float dtype.
-        f: branch output, like h; may have another float dtype.
+        h, f, w_next, scale, decay, eps, norm, memory_dtype: as in `looping_update`.
         local: L after the previous layer, like h, or None in the first layer of a loop.
         glob: G after the previous layer, like h, or None in the first layer of the model.
-        w_next: gain of the next sublayer's norm, [d], or None for ones.
-        scale: c, the factor of the branch.
-        decay: b, the factor of the memories.
         read_local, read_global: 1 / D_L and 1 / D_G, from `two_memory_coefficients`.
-            All four are run-time numbers; no new value recompiles.
         source: the term o that G accumulates: "output" is scale * f (the paper), "readout"
             is read_local * L' (the released code).
-        eps: added to the mean square under the root.
-        norm: False leaves the norm out; w_next must then be None.
-        memory_dtype: dtype of a new memory if there is none yet (default: float32, or
-            float64 if h or f is).
 
     Returns:
         h', dtype of h; L' and G', each in the dtype of its previous value, else of the

@@ -16,7 +16,9 @@ settings.load_profile("deeploop")
 def pytest_cmdline_main(config):
     """Spread the tests over two workers of one thread each, unless the command line says more."""
     workers = getattr(config.option, "numprocesses", 0)  # absent without pytest-xdist
-    alone = config.option.usepdb or config.option.collectonly or "PYTEST_XDIST_WORKER" in os.environ
+    option = config.option
+    alone = option.usepdb or option.trace or option.collectonly or option.capture == "no"
+    alone = alone or "PYTEST_XDIST_WORKER" in os.environ
     if workers is None and not alone and config.option.dist == "no":
         config.option.numprocesses, config.option.dist = 2, "worksteal"
         os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -12,7 +12,7 @@ ROOT = Path(deeploop.__file__).parent
 ORDER = [
     "utils", "kernels", "config", "data", "runs", "model", "eval", "train", "analyze", "cli",
 ]  # fmt: skip
-SOURCES = sorted(p for p in ROOT.rglob("*.py"))
+SOURCES = sorted([*ROOT.rglob("*.py"), *(ROOT / "kernels").rglob("*.py")])
 MAX_LINES, MAX_FUNCTION_LINES = 400, 60
 
 

@@ -9,13 +9,20 @@ import tyro
 
 from deeploop.config import Config
 from deeploop.config.presets import preset
+from deeploop.config.renames import FIELDS
 from deeploop.utils.errors import InputError
 
 T = TypeVar("T")
+RENAMED_FLAGS = {
+    f"--{old}".replace("_", "-"): f"--{new}".replace("_", "-") for old, new in FIELDS.items()
+} | {"--plan": "--backprop"}
 
 
 def parse(kind: type[T], **options: Any) -> T:
     """Call tyro.cli; raises InputError with one sentence in the place of tyro's box."""
+    for old, new in RENAMED_FLAGS.items():
+        if any(word.split("=")[0] == old for word in options.get("args", ())):
+            raise InputError(f"{old}: is now {new}; see --help")
     box = io.StringIO()
     try:
         with contextlib.redirect_stderr(box):

@@ -14,9 +14,10 @@ from deeploop.utils.errors import InputError
 @dataclasses.dataclass
 class PlanArguments:
     config: Annotated[Config, tyro.conf.arg(name="")]
-    device: Annotated[str, tyro.conf.arg(help="h200, h100, a100, b200, or cpu: this machine")] = (
-        "h200"
-    )
+    device: Annotated[
+        str,
+        tyro.conf.arg(help="h200, h100, a100, b200, or cpu (this machine); not --train.device"),
+    ] = "h200"
     all: Annotated[
         bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="a line for every preset")
     ] = False

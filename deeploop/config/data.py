@@ -22,4 +22,6 @@ class DataConfig:
         str, flag("byte, gpt2, gpt2:DIR with vocab.json and merges.txt, or a tokenizer.json")
     ] = "byte"
     text_field: Annotated[str, flag("field or column that holds the text")] = "text"
-    val_fraction: Annotated[float, flag("tail of a text corpus held out"), FRACTION] = 0.1
+    val_fraction: Annotated[
+        float, flag("fraction of a text corpus held out, from its end"), FRACTION
+    ] = 0.1

@@ -14,7 +14,7 @@ class ResidualChoice(NamedTuple):
     """One value of `model.residual`: its class, and the default exponent of its scales."""
 
     rule: str  # "module:Class", a subclass of deeploop.model.residual.base.Residual
-    exponent: float | None = None  # default p of alpha and beta; None: alpha = beta = 1
+    exponent: float | None = None  # default p of alpha = (2N)^p, beta = (8N)^-p; None: both are 1
     section: str | None = None  # the section of ModelConfig that only this rule reads
 
 
@@ -44,13 +44,17 @@ class MoEConfig:
         bool, flag("routers of later loops start as copies of the first; else drawn separately")
     ] = True
     capacity_factor: Annotated[
-        float, flag("tokens an expert takes in training, over the mean; 0: all"), NOT_NEGATIVE
+        float,
+        flag("most tokens an expert takes in training, as a multiple of the mean; 0: all"),
+        NOT_NEGATIVE,
     ] = 1.5
     z_loss: Annotated[
         float, flag("weight of each visit's mean squared logsumexp of router logits"), NOT_NEGATIVE
     ] = 1e-3
     balance_lr: Annotated[
-        float, flag("step of the bias that balances experts; 0: no bias"), NOT_NEGATIVE
+        float,
+        flag("step size of the bias on router scores that balances experts; 0: no bias"),
+        NOT_NEGATIVE,
     ] = 2e-3
     backend: Annotated[
         Literal["grouped_mm", "megablocks", "reference"],
@@ -63,8 +67,10 @@ class MoEConfig:
 class LoomConfig:
     """The components of LOOM (arXiv 2610.01153), each a switch; read by `residual` loom alone."""
 
-    strength: Annotated[float, flag("lambda of gamma and g_t"), POSITIVE] = 0.5
-    decay: Annotated[float, flag("beta of the two averages of attention"), FRACTION] = 0.5
+    strength: Annotated[
+        float, flag("lambda of gamma = lambda / (R sqrt K) and g_t = lambda / (t sqrt K)"), POSITIVE
+    ] = 0.5
+    decay: Annotated[float, flag("decay b of the two moving averages of attention"), FRACTION] = 0.5
     scaling: Annotated[bool, flag("scale branches by gamma; else by 1")] = True
     injection: Annotated[bool, flag("mix the embedding in again from loop 2 on")] = True
     branch_norm: Annotated[bool, flag("RMSNorm after the MoE branch")] = True
@@ -102,11 +108,16 @@ class ModelConfig:
     coda: Annotated[int, flag("blocks C after the loop, run once; dense SwiGLU"), NOT_NEGATIVE] = 0
     n_heads: Annotated[int, flag("attention heads; must divide d_model"), POSITIVE] = 3
     d_ff: Annotated[
-        int, flag("SwiGLU inner width; 0 means 8/3 d_model, up to a multiple of 64"), NOT_NEGATIVE
+        int,
+        flag("SwiGLU inner width; 0 means 8/3 d_model, rounded up to a multiple of 64"),
+        NOT_NEGATIVE,
     ] = 0
     vocab_size: Annotated[int, flag("rows of the embedding; 0: the tokenizer's"), NOT_NEGATIVE] = 0
     seq_len: Annotated[int, flag("tokens per training sequence"), POSITIVE] = 128
-    p: Annotated[float | None, flag("exponent of alpha and beta; none: the rule's default")] = None
+    p: Annotated[
+        float | None,
+        flag("exponent p of alpha = (2N)^p and beta = (8N)^-p; None: the rule's default"),
+    ] = None
     qk_norm: Annotated[bool, flag("parameter-free RMSNorm on queries and keys")] = False
     rope_base: Annotated[float, flag("RoPE base frequency"), POSITIVE] = 10000.0
     norm_eps: Annotated[float, flag("epsilon of every RMSNorm"), POSITIVE] = 1e-6

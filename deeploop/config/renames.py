@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from deeploop.utils.errors import InputError
+
 T = TypeVar("T")
 
 FIELDS = {
@@ -36,7 +38,10 @@ def renamed_fields(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
             value = renamed_fields(value, f"{path}.")
         elif isinstance(value, str):
             value = VALUES.get(path, {}).get(value, value)
-        renamed[path.removeprefix(prefix)] = value
+        today = path.removeprefix(prefix)
+        if today in renamed:
+            raise InputError(f"{path}: given twice, also under an older name; give it once")
+        renamed[today] = value
     return renamed
 
 
@@ -48,5 +53,7 @@ def renamed_weights(weights: Mapping[str, T]) -> dict[str, T]:
             if re.fullmatch(old, key):
                 key = re.sub(old, new, key)
                 break
+        if key in renamed:
+            raise InputError(f"weight {key}: stored twice, also under an older name")
         renamed[key] = value
     return renamed

@@ -1,6 +1,6 @@
 """Compute the residual scales of looped Transformers from numbers of blocks and loops.
 
-Symbols: K sublayer_index blocks (attention + FFN each), R loops, N = K*R unrolled
+Symbols: K physical blocks (attention + FFN each), R loops, N = K*R unrolled
 blocks, M = 2N sublayer visits. `alpha` multiplies the residual at run time;
 `beta` is a gain on the initial weights of V, O and the FFN matrices and is
 never applied at run time.

@@ -18,7 +18,10 @@ class TrainConfig:
 
     steps: Annotated[
         int,
-        flag("batches; with segments the optimizer may step several times on each", "--steps"),
+        flag(
+            "training steps, a batch each; with segments the optimizer may step several times",
+            "--steps",
+        ),
         POSITIVE,
         MAY_CHANGE,
     ] = 280
@@ -48,7 +51,9 @@ class TrainConfig:
     ] = "none"
     lr: Annotated[float, flag("peak learning rate", "--lr"), POSITIVE, MAY_CHANGE] = 1.5e-3
     schedule: Annotated[
-        Literal["wsd", "cosine"], flag("shape of the learning rate"), MAY_CHANGE
+        Literal["wsd", "cosine"],
+        flag("wsd: warm up, stay, decay; cosine: warm up, cosine decay"),
+        MAY_CHANGE,
     ] = "wsd"
     warmup: Annotated[float, flag("fraction of steps spent warming up"), FRACTION, MAY_CHANGE] = 0.1
     decay: Annotated[
@@ -57,12 +62,17 @@ class TrainConfig:
     min_lr: Annotated[
         float, flag("final learning rate, as a fraction of lr"), FRACTION, MAY_CHANGE
     ] = 0.0
-    weight_decay: Annotated[float, flag("AdamW decay, on matrices"), NOT_NEGATIVE, MAY_CHANGE] = 0.1
-    decay_gains: Annotated[bool, flag("AdamW decay on norm gains, too")] = False
+    weight_decay: Annotated[
+        float, flag("AdamW weight decay, on matrices"), NOT_NEGATIVE, MAY_CHANGE
+    ] = 0.1
+    decay_gains: Annotated[bool, flag("AdamW weight decay on norm gains, too")] = False
     beta1: Annotated[float, flag("AdamW first moment decay"), FRACTION, MAY_CHANGE] = 0.9
     beta2: Annotated[float, flag("AdamW second moment decay"), FRACTION, MAY_CHANGE] = 0.95
     clip: Annotated[
-        float, flag("largest gradient norm; 0 means no clipping"), NOT_NEGATIVE, MAY_CHANGE
+        float,
+        flag("gradients are scaled down to this global norm; 0: no clipping"),
+        NOT_NEGATIVE,
+        MAY_CHANGE,
     ] = 1.0
     precision: Annotated[
         Literal["auto", "bf16", "fp32"],

@@ -12,6 +12,7 @@ over the device's peak.
 
 from deeploop.config import Config, ModelConfig
 from deeploop.config.backprop import segments
+from deeploop.model.residual import residual_rule
 
 
 def block_weights(m: ModelConfig) -> int:
@@ -32,9 +33,9 @@ def forward_flops(m: ModelConfig, loops: int) -> float:
     return loops * m.n_layers * (2 * block_weights(m) + 4 * m.d_model * m.seq_len)
 
 
-def unlooped_flops(m: ModelConfig) -> float:
-    """Count the forward FLOPs of one token through the blocks before and after the loops."""
-    return (m.prelude + m.coda) * (2 * dense_block_weights(m) + 4 * m.d_model * m.seq_len)
+def unlooped_flops(m: ModelConfig, blocks: int) -> float:
+    """Count the forward FLOPs of one token through blocks before or after the loops."""
+    return blocks * (2 * dense_block_weights(m) + 4 * m.d_model * m.seq_len)
 
 
 def weight_flops(m: ModelConfig) -> float:
@@ -46,14 +47,21 @@ def weight_flops(m: ModelConfig) -> float:
 def flops_per_token(config: Config) -> float:
     """Count the model FLOPs of one token of one batch, forward and backward.
 
-    Loops that run without gradient count their forward alone; with segments each segment's
-    loss is a pass through the head, and through the blocks after the loops.
+    Loops that run without gradient count their forward alone. With segments each segment's loss
+    is a pass through the head and the coda; the prelude runs once, or once for each segment
+    under a rule that injects its output.
     """
     m = config.model
-    head = 2 * m.vocab_size * m.d_model
-    unlooped = unlooped_flops(m)
-    return sum(
-        forward_flops(m, len(s.no_grad_loops))
-        + 3 * (forward_flops(m, len(s.loops)) + head + unlooped)
-        for s in segments(config.train, m.loops)
-    )
+    injects = residual_rule(m).uses_input
+    prelude = unlooped_flops(m, m.prelude)
+    loss = 2 * m.vocab_size * m.d_model + unlooped_flops(m, m.coda)
+    total = 0.0
+    for i, s in enumerate(segments(config.train, m.loops)):
+        total += forward_flops(m, len(s.no_grad_loops)) + 3 * (
+            forward_flops(m, len(s.loops)) + loss
+        )
+        if s.no_grad_loops:
+            total += prelude
+        if injects or (i == 0 and not s.no_grad_loops):
+            total += 3 * prelude
+    return total

@@ -223,7 +223,9 @@ class LoopLM(nn.Module):
         """Return cos and sin [T, 1, head_dim] for these tokens' positions."""
         start = 0 if cache is None else cache.length
         end = start + tokens.shape[1]
-        limit = self.config.seq_len if cache is None else cache.max_len
+        limit = self.config.seq_len
+        if cache is not None:
+            limit = min(limit, cache.max_len)
         if end > limit:
             raise InputError(f"tokens: {end} positions, but the model was built for {limit}")
         return self.cos[start:end].to(dtype), self.sin[start:end].to(dtype)

@@ -5,10 +5,10 @@
                  crosses a boundary (`Residual.detach`) carries no gradient
     last(k)      one loss; the loops before the last k run without gradient
 
-Each segment embeds the tokens anew, so that the embedding gets a gradient in every one.
-Activations live for one segment: memory under segments(K) does not grow with the loops.
-With K or k of all the loops, segments and last are full, to the bit. `deeploop.config.backprop`
-lists the segments of a batch.
+Each segment embeds the tokens anew, so that under a rule that injects the embedding it gets a
+gradient in every one. Activations live for one segment: memory under segments(K) does not grow
+with the loops. With K or k of all the loops, segments and last are full, to the bit.
+`deeploop.config.backprop` lists the segments of a batch.
 
 Source: LOOM, arXiv 2610.01153 (segments); Huginn, arXiv 2502.05171 (last).
 """

@@ -36,8 +36,9 @@ def largest_rms(model: LoopLM, tokens: Tensor) -> str:
     model(tokens, on_visit=lambda visit, h: seen.append((rms(h).item(), visit)))
     value, visit = max(seen, key=lambda s: float("inf") if s[0] != s[0] else s[0])
     kind = type(visit.sublayer.branch).__name__
-    place = "outside the loops" if visit.loop is None else f"loop {visit.loop + 1}"
-    return f"{place}, sublayer {visit.sublayer_index + 1} ({kind}), RMS {value:.3g}"
+    if visit.loop is None:
+        return f"block {visit.block + 1}, outside the loops ({kind}), RMS {value:.3g}"
+    return f"loop {visit.loop + 1}, sublayer {visit.sublayer_index + 1} ({kind}), RMS {value:.3g}"
 
 
 class StepMetrics:

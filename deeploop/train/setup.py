@@ -18,6 +18,7 @@ from deeploop.data.corpus import Corpus, load_corpus
 from deeploop.data.ngrams import ngram_bits
 from deeploop.model.looplm import count_parameters
 from deeploop.model.moe.experts import check_strides
+from deeploop.model.residual import residual_rule
 from deeploop.runs import checkpoint
 from deeploop.runs.folder import (
     choose_run_folder,
@@ -51,7 +52,14 @@ def resolve(config: Config, corpus: Corpus, ranks: Ranks) -> Config:
             f"model.vocab_size={vocab}: smaller than the corpus's {corpus.vocab_size}; "
             "give at least that, or 0 to take it"
         )
-    m = config.model
+    m, t = config.model, config.train
+    cut_off = t.backprop == "last" and t.backprop_loops < m.loops
+    if m.prelude and cut_off and not residual_rule(m).uses_input:
+        raise InputError(
+            f"model.prelude={m.prelude}: gets no gradient with train.backprop=last under "
+            f"model.residual={m.residual}, which injects nothing into later loops; use full or "
+            "segments, or model.prelude 0"
+        )
     if m.moe.experts and m.moe.backend == "grouped_mm":
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         check_strides(m.d_model, m.moe.d_expert or m.d_model, dtype, device)
@@ -73,6 +81,9 @@ def describe(trainer: Trainer) -> list[str]:
     """Return the log's first lines: the model, the data and the implementations that run."""
     c, m = trainer.config, trainer.config.model
     kernels = "Triton kernels" if trainer.device.type == "cuda" else "closed forms in PyTorch"
+    blocks = f"{m.n_layers} blocks x {m.loops} loops"
+    if m.prelude or m.coda:
+        blocks = f"{m.prelude} + {m.n_layers} x {m.loops} loops + {m.coda} blocks"
     scales = trainer.model.rule.describe()
     scale = f", {scales}" if scales else ""
     experts = ""
@@ -80,7 +91,7 @@ def describe(trainer: Trainer) -> list[str]:
         e = m.moe
         experts = f"; experts: {e.backend}, {e.top_k} of {e.experts} + {e.shared} shared"
     return [
-        f"model    {c.preset}: {m.residual}, {m.n_layers} blocks x {m.loops} loops, "
+        f"model    {c.preset}: {m.residual}, {blocks}, "
         f"width {m.d_model}, {count_parameters(trainer.model):,} parameters{scale}",
         f"data     {trainer.corpus.describe()}",
         f"paths    {device_name(trainer.device)}, {c.train.precision}; updates: {kernels}; "

@@ -62,6 +62,7 @@ def train_step(
                     )
                 metrics.add(segment, result, x.numel())
                 states[i] = result.state
+                del result  # frees the routers' loads before the next segment
             if group is groups[-1]:
                 states[i] = None  # a stream for each micro-batch is large
         with around(None):

@@ -241,3 +241,12 @@ def test_prepared_shards_train(capsys, tmp_path, corpus_file):
 def test_missing_preset_error_is_an_input_error():
     with pytest.raises(InputError):
         parse_train(["nothing-like-it"])
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("--model.arm", "--model.residual"), ("--train.plan-loops", "--train.backprop-loops")],
+)
+def test_a_flag_of_an_older_version_names_todays(old, new, capsys):
+    assert main(["train", old, "2"]) == 2
+    assert f"{old}: is now {new}" in capsys.readouterr().err

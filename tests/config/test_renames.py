@@ -45,3 +45,11 @@ def test_old_weights_get_todays_keys():
     }
     assert renamed_weights({k: k for k in keys}) == {new: k for k, new in keys.items()}
     assert renamed_weights({k: k for k in keys.values()}) == {k: k for k in keys.values()}
+
+
+def test_old_and_new_name_at_once_are_refused():
+    for extra in ({"backprop": "full"}, {"backprop_loops": 3}):
+        with pytest.raises(InputError, match=r"train\.backprop.*given twice"):
+            Config.from_json(old(**extra))
+    with pytest.raises(InputError, match=r"embed_tokens\.weight: stored twice"):
+        renamed_weights({"embedding.weight": 0, "embed_tokens.weight": 0})

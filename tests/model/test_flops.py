@@ -30,9 +30,13 @@ PLANS = [
 ]
 
 
+@pytest.mark.parametrize("unlooped", [{}, {"prelude": 2, "coda": 1}], ids=["loops", "all"])
+@pytest.mark.parametrize("residual", ["deeploop", "loom"])
 @pytest.mark.parametrize("plan", PLANS, ids=lambda p: p["backprop"])
-def test_a_dense_step_runs_the_flops_that_torch_counts(plan):
-    model = ModelConfig(d_model=64, n_heads=2, loops=3, seq_len=32, vocab_size=96)
+def test_a_dense_step_runs_the_flops_that_torch_counts(plan, residual, unlooped):
+    model = ModelConfig(
+        residual=residual, d_model=64, n_heads=2, loops=3, seq_len=32, vocab_size=96, **unlooped
+    )
     config = Config(model=model).replace("train", precision="bf16", batch_size=2, **plan)
     lm = LoopLM(config.model)
     tokens = torch.zeros(2, 32, dtype=torch.int64)

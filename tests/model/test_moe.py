@@ -1,8 +1,6 @@
 """Routed experts: values and gradients against every expert run on every token, in float64."""
 
-import importlib.util
 import math
-import types
 
 import pytest
 import torch
@@ -14,82 +12,12 @@ from deeploop.model.moe import experts
 from deeploop.model.moe.experts import _forward
 from deeploop.model.moe.layer import MoE, copy_router, drop, group, update_router_bias_
 from deeploop.utils.errors import InputError
-
-SCALE, EPS = 0.3, 1e-5
-EXACT = {"rtol": 1e-9, "atol": 1e-10}
+from tests.helpers.moe_layer import EPS, EXACT, dense, inputs_for, make, ours, results, swiglu
 
 
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
-
-
-def make(n_experts=5, top_k=2, n_shared=2, capacity=0.0, backend="grouped_mm", d=6, f=4, routers=3):
-    """A small float64 layer whose routers differ."""
-    moe = MoE(d, n_experts, top_k, f, n_shared, routers, capacity, backend).double()
-    with torch.no_grad():
-        for router in moe.routers:
-            router.copy_(torch.randn_like(router))
-        moe.bias.copy_(0.2 * torch.randn_like(moe.bias))
-    return moe
-
-
-def swiglu(x, gate_up, down):
-    gate, up = (x @ gate_up.T).chunk(2, dim=-1)
-    return (gate * torch.sigmoid(gate) * up) @ down.T
-
-
-def dense(moe, h, n, loop, w_branch, w_next):
-    """h' and n': all experts on all tokens, one weight per (token, expert), zero unless kept."""
-    E, x = len(moe.bias), n.reshape(-1, n.shape[-1])
-    logits = x @ moe.routers[min(loop, len(moe.routers) - 1)].T
-    score = logits.sigmoid()
-    order = (score.detach() + moe.bias).sort(dim=-1, descending=True, stable=True).indices
-    chosen = F.one_hot(order[:, : moe.top_k], E).sum(1).bool()
-    share = (score * chosen) / (score * chosen).sum(-1, keepdim=True)
-    if moe.training and moe.capacity_factor:
-        kept = chosen.clone()
-        cap = max(1, int(moe.capacity_factor * len(x) * moe.top_k / E))
-        for e in range(E):
-            waiting = [t for t in range(len(x)) if chosen[t, e]]
-            waiting.sort(key=lambda t: (-share[t, e].item(), t))
-            for t in waiting[cap:]:
-                kept[t, e] = False
-        share = share * kept
-        share = share / share.sum(-1, keepdim=True).clamp(min=1e-9)
-    y = torch.zeros_like(x)
-    for e in range(E):
-        y = y + share[:, e, None] * swiglu(x, moe.gate_up[e], moe.down[e])
-    if moe.shared is not None:
-        y = y + swiglu(x, moe.shared.gate_up.weight, moe.shared.out.weight)
-    norm = lambda v: v / (v.square().mean(-1, keepdim=True) + EPS).sqrt()  # noqa: E731
-    h_new = h + SCALE * norm(y.view(h.shape)) * w_branch
-    return h_new, norm(h_new) * w_next, logits.logsumexp(-1).square().sum() / max(1, len(x))
-
-
-def ours(moe, h, n, loop, w_branch, w_next):
-    routed = moe(n, moe.router(loop))
-    return *expert_combine(h, *routed[:4], w_branch, w_next, SCALE, EPS), routed.z
-
-
-def results(layer, moe, inputs, loop=1):
-    """Outputs, and the gradients of inputs and parameters (None where there is none)."""
-    leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    moe.zero_grad(set_to_none=True)
-    outputs = layer(moe, leaves[0], leaves[1], loop, *leaves[2:])
-    generator = torch.Generator().manual_seed(1)
-    loss = sum(
-        (y.double() * torch.randn(y.shape, generator=generator, dtype=torch.float64)).sum()
-        for y in outputs
-    )
-    loss.backward()
-    gradients = {name: p.grad for name, p in moe.named_parameters()}
-    return [y.detach() for y in outputs], [x.grad for x in leaves], gradients
-
-
-def inputs_for(*shape, dtype=torch.float64):
-    d = shape[-1]
-    return [torch.randn(s, dtype=dtype) for s in (shape, shape, (d,), (d,))]
 
 
 CASES = {
@@ -443,83 +371,3 @@ def test_refuses_routers_cast_to_bfloat16():
 
 # ---------------------------------------------------------------------------
 # megablocks
-
-
-def test_says_what_megablocks_needs():
-    if importlib.util.find_spec("megablocks_ops"):
-        pytest.skip("megablocks is installed with its extension")
-    with pytest.raises(InputError, match=r"backend='megablocks': cannot be used here .* install"):
-        make(backend="megablocks", f=32)
-    with pytest.raises(InputError, match="d_expert=4: megablocks needs"):
-        make(backend="megablocks")
-
-
-def stand_in(monkeypatch, name, **members):
-    module = types.ModuleType(name)
-    module.__dict__.update(members)
-    monkeypatch.setitem(__import__("sys").modules, name, module)
-    return module
-
-
-def compiled_ops():
-    """megablocks' CUDA extension in PyTorch."""
-
-    def sort(x, end_bit, out, order):
-        values, indices = x.sort(stable=True)
-        out.copy_(values), order.copy_(indices)
-
-    return {
-        "sort": sort,
-        "histogram": lambda x, n: torch.bincount(x, minlength=n).int(),
-        "inclusive_cumsum": lambda x, dim, out: out.copy_(x.cumsum(dim)),
-    }
-
-
-def gmm(x, w, batch_sizes, trans_b=False):
-    parts = x.split(batch_sizes.tolist())
-    return torch.cat([a @ (b.T if trans_b else b) for a, b in zip(parts, w, strict=True)])
-
-
-def gather(x, indices, bin_ids, weights, bins, top_k):
-    rows = x[indices.long() // top_k]
-    return rows if weights is None else rows * weights[indices.long(), None]
-
-
-def scatter(x, indices, bin_ids, weights, bins, top_k):
-    out = torch.empty_like(x)
-    out[indices.long()] = x if weights is None else x * weights[indices.long(), None]
-    return out.view(-1, top_k, x.shape[1]).sum(1)
-
-
-def scatter_wgrad(x, grad, indices, bin_ids, bins, top_k):
-    out = x.new_empty(len(x))
-    out[indices.long()] = (x * grad[indices.long() // top_k]).sum(-1)
-    return out
-
-
-@pytest.mark.skipif(
-    not importlib.util.find_spec("megablocks") or bool(importlib.util.find_spec("megablocks_ops")),
-    reason="needs megablocks' Python source on PYTHONPATH (and stanford-stk), without its "
-    "CUDA extension",
-)
-@pytest.mark.parametrize("capacity", [0.0, 0.6])
-def test_megablocks_computes_the_same(monkeypatch, capacity):
-    """Its layer, permutation and GLU in its own Python; what it compiles is stood in for.
-
-    The CUDA extension, grouped_gemm and its Triton copies are PyTorch here, so this
-    says that weights, indices and layouts are handed over right, and nothing of its
-    kernels.
-    """
-    stand_in(monkeypatch, "megablocks_ops", **compiled_ops())
-    ops = types.SimpleNamespace(gmm=gmm)
-    stand_in(monkeypatch, "grouped_gemm", ops=ops, backend=ops)
-    kernels = importlib.import_module("megablocks.backend.kernels")
-    for function in (gather, scatter, scatter_wgrad):
-        monkeypatch.setattr(kernels, function.__name__, function)
-    theirs, inputs = make(backend="megablocks", capacity=capacity, f=32), inputs_for(3, 5, 6)
-    plain = make(capacity=capacity, f=32)
-    plain.load_state_dict(theirs.state_dict())
-    assert dict(theirs.named_parameters()).keys() == dict(plain.named_parameters()).keys()
-    actual, expected = results(ours, theirs, inputs), results(dense, theirs, inputs)
-    torch.testing.assert_close(actual, expected, **EXACT)
-    assert theirs(inputs[1], 1).expert_out.shape == (15, 6)

@@ -3,7 +3,7 @@
 import dataclasses
 
 from deeploop.config import Config
-from deeploop.model.flops import block_weights
+from deeploop.model.flops import block_weights, dense_block_weights
 from deeploop.utils.device import host_memory
 from deeploop.utils.errors import InputError
 
@@ -19,7 +19,8 @@ def check_memory(config: Config) -> None:
         return
     m, t, available = config.model, config.train, host_memory()
     all_experts = dataclasses.replace(m, moe=dataclasses.replace(m.moe, top_k=m.moe.experts))
-    weights = 4 * (m.vocab_size * m.d_model + m.n_layers * block_weights(all_experts))
+    blocks = m.n_layers * block_weights(all_experts) + (m.prelude + m.coda) * dense_block_weights(m)
+    weights = 4 * (m.vocab_size * m.d_model + blocks)
     if not available / 100 < weights < available or config.model.moe.backend != "grouped_mm":
         return
     # Importing it takes half a second, which most runs need not wait.

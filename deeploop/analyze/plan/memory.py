@@ -75,6 +75,7 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.unit, self.scratch, self.clock = unit, scratch or {}, clock
         self.now = self.peak = self.growing = 0
+        self.paused = False  # while True, new storages are not counted
         self.known: set[int] = set()
         self.gradients: dict[int, int] = {}
         self.instants: list[Instant] = []
@@ -84,7 +85,7 @@ class LiveBytes(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if func is DEVICE:
+        if func is DEVICE or self.paused:
             return out
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
@@ -214,8 +215,8 @@ def simulate(
 ) -> None:
     """Take the trainer's step on one micro-batch; each segment counts for `times` of them.
 
-    The clock counts the operators of segments and of optimizer steps. Those of the step's
-    metrics, a few scalars, are left out.
+    Counted are the operators of segments and of optimizer steps, their bytes and seconds. Those
+    of the step's metrics, a few KiB, are left out.
     """
     t = config.train
     sequences = t.micro_batch or t.batch_size
@@ -225,10 +226,10 @@ def simulate(
 
     @contextlib.contextmanager
     def counted(repeats: int, share: float = 1.0, component: str = "") -> Iterator[None]:
-        live.clock = clock
+        live.paused, live.clock = False, clock
         with clock.repeat(repeats, share, component) if clock else contextlib.nullcontext():
             yield
-        live.clock = None
+        live.paused, live.clock = True, None
 
     @contextlib.contextmanager
     def around(segment: Segment | None) -> Iterator[None]:
@@ -246,6 +247,7 @@ def simulate(
             yield
 
     groups = [[s] for s in times] if per_segment else [list(times)]
+    live.paused = True
     train_step(
         model, optimizer, config, [micro_batch], t.lr, groups=groups, around=around,
         chunk_rows=chunk,

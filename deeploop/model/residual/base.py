@@ -29,7 +29,7 @@ class Residual(ABC):
     final_gain = True  # whether the norm before the head has a gain
     ties_head = True  # whether the head is the embedding's matrix
     uses_input = False  # whether start_loop reads the input e of the loops
-    starts_fresh = False  # whether start_loop changes h, so that no norm precedes it
+    starts_fresh = False  # True if start_loop changes h: the visit before it takes no norm then
 
     def __init__(self, config: ModelConfig):
         self.config = config
@@ -52,7 +52,7 @@ class Residual(ABC):
         return ""
 
     def embed(self, x: Tensor, gain: Tensor | None) -> Tensor:
-        """Turn embedding rows [B, T, d_model] into the stream before the first block."""
+        """Turn embedding rows x [B, T, d_model] into the stream; gain [d_model] or None (ones)."""
         return F.rms_norm(x, x.shape[-1:], gain, self.eps) if self.norms_embedding else x
 
     def start_loop(self, s: LoopState, e: Tensor, visit: Visit) -> LoopState:
@@ -88,12 +88,12 @@ class Residual(ABC):
 
     @abstractmethod
     def reference(self, s: LoopState, f: Tensor, visit: Visit) -> LoopState:
-        """Add f to the stream in plain PyTorch: `__call__` without the following norm."""
+        """Add f [B, T, d_model] to s.h in plain PyTorch: `__call__` without the following norm."""
 
     def start_reference(self, s: LoopState, e: Tensor, loop: int) -> LoopState:
         """Start a loop (counted from 0) in plain PyTorch: `start_loop` without the norm."""
         return s
 
     def detach(self, s: LoopState) -> LoopState:
-        """Return the state that crosses a segment boundary, without gradient."""
+        """Return the state that crosses a segment boundary, without gradient; here h alone."""
         return type(s)(s.h.detach())

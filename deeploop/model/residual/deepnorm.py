@@ -1,4 +1,4 @@
-"""deepnorm, deeploop: h' = RMSNorm(alpha h + f) * gain_out, with a norm before each branch, too.
+"""deepnorm, deeploop: h' = RMSNorm(alpha h + f) * gain_out; each branch also norms its input.
 
 alpha = (2N)^p acts at run time, beta = (8N)^-p on the initial weights alone; N counts the
 blocks that a token passes in training. deepnorm has p = 1/4, deeploop p = 1/2.

@@ -13,7 +13,8 @@ place of o, and both are written at every layer.
 
 Norms have no gain but the one after the MoE branch; the embedding is not normed but divided
 by its standard deviation; the head is a separate matrix. Every component is a switch
-(`LoomConfig`). Blocks before and after the loops, which the paper does not have, add gamma f.
+(`LoomConfig`). Blocks before and after the loops, which the paper does not have, add gamma f;
+with carry = normalised the state is normed at the start of the next loop, so not before them.
 
 Source: LOOM, arXiv 2610.01153; gamma is the rule of arXiv 2606.18524 with lambda = 1/2.
 """

@@ -11,6 +11,7 @@ from deeploop.config.model import RESIDUALS, ResidualChoice
 from deeploop.model.looplm import LoopLM
 from deeploop.runs import checkpoint
 from deeploop.train.setup import describe, open_run
+from deeploop.utils.errors import InputError
 from tests.helpers.plain_model import check_gradients, scattered
 
 
@@ -42,6 +43,8 @@ def test_cache_on_equals_cache_off(ouro):
 
 @pytest.mark.parametrize("backprop", ["full", "segments", "last"])
 def test_it_trains_and_resumes_to_the_bit(ouro, quiet, tmp_path, backprop):
+    if backprop == "last":  # which would give a prelude no gradient
+        ouro = ouro.replace("model", prelude=0)
     config = ouro.replace("train", backprop=backprop, backprop_loops=1, lr=1e-2)
     trainer = open_run(config, quiet)
     assert "ouro-test" in describe(trainer)[0] and "peri-norm" in describe(trainer)[0]
@@ -61,3 +64,20 @@ def test_it_is_planned_and_diagnosed(ouro, quiet, tmp_path):
     assert e.parameters > plain.parameters and e.memory.peak > plain.memory.peak
     readings = diagnose(ouro.replace("train", out=str(tmp_path / "x")), [], quiet, probes=1)
     assert readings[0]["kappa"] > 0 and len(readings[0]["branches"]) == 2
+
+
+@pytest.mark.parametrize("backprop", ["full", "segments", "last"])
+@pytest.mark.parametrize("residual", ["ouro-test", "deeploop", "loom"])
+def test_every_parameter_is_trained_or_the_run_refused(ouro, quiet, residual, backprop):
+    config = ouro.replace("model", residual=residual)
+    config = config.replace("train", backprop=backprop, backprop_loops=1)
+    if backprop == "last" and residual != "loom":
+        with pytest.raises(InputError, match=r"model\.prelude=1: gets no gradient"):
+            open_run(config, quiet)
+        return
+    trainer = open_run(config, quiet)
+    before = {name: p.clone() for name, p in trainer.model.named_parameters()}
+    trainer.step()
+    same = [n for n, p in trainer.model.named_parameters() if torch.equal(p, before[n])]
+    trainer.lock.close()
+    assert not same

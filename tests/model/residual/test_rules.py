@@ -39,7 +39,7 @@ def test_model_and_gradients_are_those_of_the_rules_reference(residual, moe, sha
     check_gradients(model, tokens(), rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("residual", RESIDUALS)
+@pytest.mark.parametrize("residual", ["pre_norm", "deepnorm", "deeploop", "loom"])
 def test_reference_is_the_papers_equation(residual):
     """On numbers of one sublayer in the first loop, with alpha and gamma from the formulas."""
     torch.manual_seed(0)
