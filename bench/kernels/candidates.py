@@ -75,8 +75,8 @@ def _programs(warps: int) -> list[int]:
     return sorted({max(1, total // warps) for total in (8, 12, 16, 24, 32)})
 
 
-def _held(d: int) -> list[TilePlan]:
-    """Whole rows, 8 to 32 values a thread; two stages would wait as one does."""
+def whole_row_plans(d: int) -> list[TilePlan]:
+    """List plans for whole rows, 8 to 32 values a thread; two stages would wait as one does."""
     shapes = [(1, 8), (1, 16), (1, 32), (2, 8), (2, 16)]
     return [
         TilePlan(warps, per_sm, 0, stages, times)
@@ -87,8 +87,8 @@ def _held(d: int) -> list[TilePlan]:
     ]
 
 
-def _wide(d: int) -> list[TilePlan]:
-    """Rows in chunks, where there is more than one."""
+def chunked_plans(d: int) -> list[TilePlan]:
+    """List plans for rows in chunks, if a row has more than one."""
     if d <= 2048:
         return []
     return [
@@ -101,19 +101,19 @@ def _wide(d: int) -> list[TilePlan]:
 
 
 def backward_configs(case: Case, default: LaunchConfig) -> list[LaunchConfig]:
-    """The default first; no two alike."""
+    """List the backward configs to time, without repeats, the default first."""
     itemsize = DTYPES[case.dtype].itemsize
-    held, wide = _held(case.d), _wide(case.d)
+    whole, chunked = whole_row_plans(case.d), chunked_plans(case.d)
     if case.op == "expert_combine":  # its wide kernel has no stages; 16 warps of it spill
-        wide = [plan for plan in wide if plan.stages == 1]
-    configs = [_launch.planned(case.d, itemsize, plan) for plan in held]
-    chunked = (_launch.planned(case.d, itemsize, plan) for plan in wide)
-    configs += [config for config in chunked if config.chunks > config.splits]
+        chunked = [plan for plan in chunked if plan.stages == 1]
+    configs = [_launch.planned(case.d, itemsize, plan) for plan in whole]
+    in_chunks = (_launch.planned(case.d, itemsize, plan) for plan in chunked)
+    configs += [config for config in in_chunks if config.chunks > config.splits]
     return list(dict.fromkeys([default, *configs]))
 
 
 def forward_configs(case: Case, default: LaunchConfig) -> list[LaunchConfig]:
-    """The default first; whole rows, 8 to 32 values a thread."""
+    """List the forward configs to time, the default first: whole rows, 8 to 32 values a thread."""
     block = 1 << (case.d - 1).bit_length()
     configs = [
         LaunchConfig(block, n_rows, warps)
@@ -125,13 +125,13 @@ def forward_configs(case: Case, default: LaunchConfig) -> list[LaunchConfig]:
 
 
 def configs(case: Case) -> list[LaunchConfig]:
-    """All to be timed, the default first."""
+    """List all configs to time, the default first."""
     default = case.launch("meta").config
     return (forward_configs if case.direction == "forward" else backward_configs)(case, default)
 
 
 def fits(config: LaunchConfig, registers: int, shared: int) -> bool:
-    """Whether all programs of an SM that config asks for are there at the same time."""
+    """Return whether the programs per SM that config asks for fit an SM at the same time."""
     registers = -(-registers // 8) * 8 * 32 * config.warps
     per_sm = max(1, config.per_sm)
     return (
@@ -146,7 +146,7 @@ def fits(config: LaunchConfig, registers: int, shared: int) -> bool:
 
 
 def fill(name: str, x: Tensor) -> Tensor:
-    """Random values that suit an argument of this name, in a tensor of its own."""
+    """Make a tensor of random values that suit an argument of this name."""
     if name == "slots_ptr":
         return torch.randperm(x.numel(), device=x.device, dtype=x.dtype).view(x.shape)
     if not x.is_floating_point():
@@ -157,7 +157,7 @@ def fill(name: str, x: Tensor) -> Tensor:
 
 
 def tensors_of(launch: Launch) -> dict[str, Tensor]:
-    """A tensor of its own for every argument: what a launch reads twice, it reads from memory."""
+    """Make a separate tensor for every argument, so that each is read from memory."""
     return {name: fill(name, x) for name, x in launch.args.items() if isinstance(x, Tensor)}
 
 
@@ -197,7 +197,7 @@ def results(case: Case, launch: Launch) -> list[Tensor]:
 
 
 def bytes_of(launch: Launch) -> int:
-    """What a launch moves at least: every tensor once, partial sums left out."""
+    """Return the fewest bytes a launch moves: every tensor once, without partial sums."""
     moved = [
         x.numel() * x.itemsize
         for name, x in launch.args.items()

@@ -136,8 +136,8 @@ def _looping(norm: Norm, h, f, local, glob, w_next, *, scale, decay, read_local,
 
 
 def _looping_two(norm: Norm, h, f, local, glob, w_next, *, scale, decay, read_local, read_global):
-    own = f * scale
-    local, glob = torch.add(own, local, alpha=decay), torch.add(own, glob, alpha=decay)
+    o = f * scale
+    local, glob = torch.add(o, local, alpha=decay), torch.add(o, glob, alpha=decay)
     h = torch.add(torch.add(h, local, alpha=read_local), glob, alpha=read_global)
     return h, local, glob, norm(h, w_next)
 
@@ -227,7 +227,7 @@ class Contender(NamedTuple):
 
 def contenders(op: Op, norm: Norm | None = None) -> tuple[list[Contender], dict[str, str]]:
     """All but compile; and why those that are missing are missing. `norm`: eager's."""
-    found = [
+    listed = [
         Contender("ours", functools.partial(op.run, getattr(kernels, op.name))),
         # F.rms_norm takes its fused path only where gain and rows agree in dtype.
         Contender("eager", lambda x: op.eager(norm or torch_norm, *x, **op.factors), None),
@@ -239,10 +239,10 @@ def contenders(op: Op, norm: Norm | None = None) -> tuple[list[Contender], dict[
             missing[name] = f"nothing like {op.name}"
             continue
         try:
-            found.append(make(op))
+            listed.append(make(op))
         except ImportError as error:
             missing[name] = f"not importable here: {error}"
-    return found, missing
+    return listed, missing
 
 
 def _chain(op: Op) -> Callable[..., tuple[Tensor, ...]]:

@@ -5,7 +5,7 @@
 
 kernels/_launch.py keeps one table of settings, fixed on purpose; this finds what
 belongs in it. For each op, direction and width: every candidate is compiled (in
-processes of their own, ahead of the timing; what spills or does not fit an SM is
+separate processes, before the timing; what spills or does not fit an SM is
 left out), its results are compared with the default's, and it is timed as a CUDA
 graph with L2 flushed, candidates taking turns; the best few once more, longer. A
 backward is timed with the sums over its partial gradients, as the op runs it.
@@ -13,8 +13,7 @@ backward is timed with the sums over its partial gradients, as the op runs it.
 Prints the best few of each case with their share of the copy bandwidth, writes
 all of it to --out after each case, and ends with a table for kernels/_launch.py: per
 width and number of gains the setting with the best geometric mean over the ops.
-Nothing begins after --seconds; what there is by then is printed. Exit code 3:
-there is no GPU.
+Nothing begins after --seconds; the results so far are printed. Exit code 3: no GPU.
 """
 
 from __future__ import annotations
@@ -69,25 +68,25 @@ def compile_one(case: Case, config: LaunchConfig) -> Record:
 def start_compiling(
     pool: ProcessPoolExecutor, cases: list[Case]
 ) -> dict[Case, dict[LaunchConfig, Future]]:
-    """One task for each kernel, in the order of timing; configs alike share it."""
-    found: dict[Case, dict[LaunchConfig, Future]] = {}
+    """Start a compilation for each kernel, in the order of timing; equal configs share one."""
+    futures: dict[Case, dict[LaunchConfig, Future]] = {}
     for case in cases:
         tasks: dict[Any, Future] = {}
-        found[case] = {}
+        futures[case] = {}
         for config in c.configs(case):
             options = case.launch("meta", config).options
             alike = (config._replace(per_sm=0), *options.values())
             if alike not in tasks:
                 tasks[alike] = pool.submit(compile_one, case, config)
-            found[case][config] = tasks[alike]
-    return found
+            futures[case][config] = tasks[alike]
+    return futures
 
 
 def compiled(
     case: Case, tasks: dict[LaunchConfig, Future], deadline: float
 ) -> tuple[dict[LaunchConfig, Record], dict[str, str]]:
-    """The configs worth timing with what they need, and why the others are left out."""
-    there: dict[LaunchConfig, Record] = {}
+    """Return the configs to time with their registers, and the reason for each one left out."""
+    usable: dict[LaunchConfig, Record] = {}
     skipped: dict[str, str] = {}
     for i, config in enumerate(c.configs(case)):
         needs = tasks[config].result(timeout=max(0.1, deadline - time.monotonic()))
@@ -97,10 +96,10 @@ def compiled(
         elif problem is None and not c.fits(config, needs["registers"], needs["shared"]):
             problem = "does not fit an SM"
         if problem is None or i == 0:
-            there[config] = needs
+            usable[config] = needs
         else:
             skipped[str(config)] = problem
-    return there, skipped
+    return usable, skipped
 
 
 # ---------------------------------------------------------------------------
@@ -108,16 +107,16 @@ def compiled(
 
 
 def replays(
-    case: Case, there: dict[LaunchConfig, Record], skipped: dict[str, str]
+    case: Case, usable: dict[LaunchConfig, Record], skipped: dict[str, str]
 ) -> tuple[dict[LaunchConfig, Any], int]:
-    """A graph of every config that agrees with the default; and the bytes it moves."""
-    first = next(iter(there))
+    """Return a CUDA graph of every config that agrees with the default, and the bytes it moves."""
+    first = next(iter(usable))
     default = case.launch(DEVICE, first)
     tensors = c.tensors_of(default)
     expected = c.results(case, c.with_tensors(default, tensors))
     stream = torch.cuda.Stream()
-    found = {}
-    for config in there:
+    graphs = {}
+    for config in usable:
         try:
             launch = c.with_tensors(case.launch(DEVICE, config), tensors)
             pairs = zip(c.results(case, launch), expected, strict=True)
@@ -125,28 +124,28 @@ def replays(
             if not error <= TOLERANCE[case.dtype]:
                 raise ValueError(f"differs from the default by {error:.1e}")
             stream.wait_stream(torch.cuda.current_stream())
-            found[config] = graphed(lambda launch=launch: c.run(launch), stream)
+            graphs[config] = graphed(lambda launch=launch: c.run(launch), stream)
         except Exception as problem:
             if config == first:
                 raise
             skipped[str(config)] = f"{type(problem).__name__}: {str(problem).splitlines()[:1]}"
-    return found, c.bytes_of(c.with_tensors(default, tensors))
+    return graphs, c.bytes_of(c.with_tensors(default, tensors))
 
 
 def time_case(
-    case: Case, there: dict[LaunchConfig, Record], skipped: dict[str, str]
+    case: Case, usable: dict[LaunchConfig, Record], skipped: dict[str, str]
 ) -> list[Record]:
-    """Every config's median; the best few and the default measured again, longer."""
-    runs, n_bytes = replays(case, there, skipped)
+    """Return every config's median time; the best few and the default are timed again, longer."""
+    runs, n_bytes = replays(case, usable, skipped)
     seconds = {k: statistics.median(v) for k, v in interleaved_on_device(runs, rounds=7).items()}
     best = sorted(seconds, key=lambda config: seconds[config])[:FINALISTS]
-    finals = {config: runs[config] for config in dict.fromkeys([*best, next(iter(there))])}
+    finals = {config: runs[config] for config in dict.fromkeys([*best, next(iter(usable))])}
     for config, times in interleaved_on_device(finals, rounds=25).items():
         seconds[config] = statistics.median(times)
     return [
         {
             "config": config._asdict(), "seconds": seconds[config], "final": config in finals,
-            "gb_per_s": n_bytes / seconds[config] / 1e9, **there[config],
+            "gb_per_s": n_bytes / seconds[config] / 1e9, **usable[config],
         }
         for config in runs
     ]  # fmt: skip
@@ -182,7 +181,7 @@ def summary(record: Record) -> str:
 def best_by_column(records: list[Record]) -> dict[tuple[str, int], tuple[Any, float, int]]:
     """For each column and width: the best setting timed in all its cases, and its mean loss.
 
-    The loss of a setting in a case is its time over the best there; the mean is geometric.
+    The loss of a setting in a case is its time over the best in that case; the mean is geometric.
     """
     losses: dict[tuple[str, int], dict[Any, list[float]]] = defaultdict(lambda: defaultdict(list))
     cases: dict[tuple[str, int], int] = defaultdict(int)
@@ -194,12 +193,12 @@ def best_by_column(records: list[Record]) -> dict[tuple[str, int], tuple[Any, fl
         best = min(r["seconds"] for r in record["results"])
         for each in {setting(case, r["config"]): r["seconds"] for r in record["results"]}.items():
             losses[key][each[0]].append(math.log(each[1] / best))
-    found = {}
+    choices = {}
     for key, by_setting in losses.items():
         means = {s: sum(v) / len(v) for s, v in by_setting.items() if len(v) == cases[key]}
         chosen = min(means, key=lambda s: means[s])
-        found[key] = (chosen, math.exp(means[chosen]), cases[key])
-    return found
+        choices[key] = (chosen, math.exp(means[chosen]), cases[key])
+    return choices
 
 
 def paste(records: list[Record]) -> str:
@@ -248,8 +247,8 @@ def sweep(cases: list[Case], seconds: float, out: Path) -> list[Record]:
                 print(f"{seconds:.0f} s are over; not timed: {', '.join(map(str, cases[i:]))}")
                 break
             try:
-                there, skipped = compiled(case, tasks[case], deadline)
-                results = time_case(case, there, skipped)
+                usable, skipped = compiled(case, tasks[case], deadline)
+                results = time_case(case, usable, skipped)
             except Exception as error:
                 print(f"{case}: {type(error).__name__}: {error}", flush=True)
                 continue

@@ -281,8 +281,8 @@ def backward_launch(
         "n_rows": n_rows, **k._asdict(), "D": d, "GLOBAL": has_glob,
     }  # fmt: skip
     kernels = (linear_update_backward_kernel, linear_update_backward_wide_kernel)
-    found = [dh, df, dlocal, dglob, partial]
-    return found, _launch.backward_launch(*kernels, args, groups, config)
+    results = [dh, df, dlocal, dglob, partial]
+    return results, _launch.backward_launch(*kernels, args, groups, config)
 
 
 def aot_launches(

@@ -140,7 +140,7 @@ def sigmoid_router_forward_kernel(
 
 @jit()
 def _through_weights(dweights_ptr, indices_ptr, b_logits, o_row, o_e, m_row, K: tl.constexpr):
-    """What reaches the logits through the combine weights."""
+    """Compute the gradient of the logits through the combine weights."""
     b_score, b_slope = _sigmoid(b_logits)
     b_dweights = tl.zeros_like(b_logits)
     m_chosen = tl.zeros(b_logits.shape, tl.int1)
@@ -201,7 +201,7 @@ def sigmoid_router_dx_kernel(
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dx where there are too many experts to hold a row of dlogits."""
+    """Compute dx if there are too many experts to keep a row of dlogits in registers."""
     TILES: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
     first = (tl.program_id(0) // TILES).to(tl.int64) * ROWS
     o_row = tl.arange(0, ROWS)
@@ -383,12 +383,12 @@ def _dw_launch(dlogits: Tensor, x: Tensor) -> tuple[Tensor, Launch]:
 
 def aot_launches(x: Tensor, w: Tensor) -> dict[str, Launch]:
     """Every launch on rows like x (meta tensors) for few and many experts, by name."""
-    found = {}
+    launches = {}
     for experts, top_k in ((30, 6), (256, 8)):
         gates, bias = w.new_empty(experts, x.shape[1]), w.new_empty(experts)
         (weights, indices, _, _, logits), launch = forward_launch(x, gates, bias, top_k, True)
         args = (weights, w.new_empty(()), x, gates, logits, indices, [True] * 2)
         for each in (launch, *backward_launches(*args)[1]):
             kernel = each.kernel.__name__.removesuffix("_kernel").removeprefix("_")
-            found[f"router/{experts} {kernel}"] = each
-    return found
+            launches[f"router/{experts} {kernel}"] = each
+    return launches

@@ -36,7 +36,7 @@ def test_candidates(case):
 @pytest.mark.parametrize("d", [100, 768, 2048, 4096, 8192, 16384])
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_a_plan_can_be_read_back_from_its_config(d, itemsize):
-    for plan in (*c._held(d), *c._wide(d)):
+    for plan in (*c.whole_row_plans(d), *c.chunked_plans(d)):
         config = _launch.planned(d, itemsize, plan)
         if config.chunks > config.splits or not plan.splits:
             assert c.plan_of(config, d) == plan
