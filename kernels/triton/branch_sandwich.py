@@ -134,7 +134,7 @@ def branch_sandwich_backward_wide_kernel(
         b_sum = b_zero
         b_sum_h = b_zero
         b_sum_n = b_zero
-        # As in post_kernels: two chunks in flight, a bound known at run time only.
+        # As in post_sandwich: two chunks in flight, a bound known at run time only.
         for pair in tl.range(0, n_chunks, 2, num_stages=STAGES):
             for half in tl.static_range(2):
                 o = (pair + half) * BLOCK + o_tile

@@ -174,7 +174,7 @@ def linear_update_backward_wide_kernel(
         if dn_ptr is not None:
             b_r = tl.load(r_ptr + row)
             b_sum = b_zero
-            # As in post_kernels: two chunks in flight, a bound known at run time only.
+            # As in post_sandwich: two chunks in flight, a bound known at run time only.
             for pair in tl.range(0, n_chunks, 2, num_stages=STAGES):
                 for half in tl.static_range(2):
                     o = (pair + half) * BLOCK + o_tile
