@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from deeploop.utils.distributed import Ranks
-from tests.helpers.parallel_worker import DTYPES, MICRO, PLANS, train_all
+from tests.helpers.parallel_worker import CASES, train_all
 from tests.helpers.ranks import finish, start_ranks
 
 
@@ -24,9 +24,7 @@ def runs(tmp_path_factory):
     return one, *(torch.load(folder / f"rank-{r}.pt") for r in range(2))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("micro", MICRO)
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(("plan", "micro", "dtype"), CASES)
 def test_two_ranks_are_one(runs, plan, micro, dtype):
     one, first, second = (r[plan, micro, dtype] for r in runs)
     for two in (first, second):

@@ -36,7 +36,7 @@ def test_a_run_that_a_signal_stopped_ends_the_experiment_and_is_not_complete(tmp
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "summary.json").write_text(json.dumps({"stopped_by": "SIGINT"}))
 
-    monkeypatch.setattr(kappa, "open_run", lambda *_: SimpleNamespace(fit=stopped))
+    monkeypatch.setattr(kappa, "open_run", lambda *_, **__: SimpleNamespace(fit=stopped))
     for _ in range(2):  # trained again the second time
         with pytest.raises(KeyboardInterrupt):
             kappa.measure(config)
