@@ -31,6 +31,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
+from deeploop.kernels._launch import interpreting
+
 READ, WRITE = 0, 1
 # Make or name memory, without touching its values.
 ALLOCATIONS = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach")
@@ -89,15 +91,6 @@ def count(opened: bool = True) -> Iterator[list[Step]]:
             stack.enter_context(_counted_launches(steps))
         stack.enter_context(_AtenCounter(steps, opened))
         yield steps
-
-
-def interpreting() -> bool:
-    """Whether Triton is installed and was imported under its interpreter."""
-    try:
-        import triton
-    except ImportError:
-        return False
-    return bool(triton.knobs.runtime.interpret)
 
 
 # ---------------------------------------------------------------------------

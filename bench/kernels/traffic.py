@@ -39,9 +39,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.harness.counting import Step, count, interpreting
+from bench.harness.counting import Step, count
 from bench.harness.markdown import markdown_table
 from bench.kernels.ops import EPS, OPS, Contender, Op, contenders
+from deeploop.kernels._launch import interpreting
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 COLUMNS = ("floor", "ours", "liger", "eager", "naive", "compile")

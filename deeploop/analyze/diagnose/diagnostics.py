@@ -268,7 +268,7 @@ def budget(c: ModelConfig, kappa: float) -> dict[str, float]:
     The factor C_U C_G is left out, because training changes it (`c_u`, `c_g`).
     """
     assert c.exponent is not None
-    visits = 2 * c.n_layers * c.loops  # those of the loops
-    untied = visits * (c.beta / c.alpha) ** 2
+    looped = c.n_layers * c.loops / c.n_blocks  # share of the blocks that loops run again
+    untied = looped * scaling.untied_budget(c.n_blocks, c.exponent)
     aligned = c.loops * untied
     return {"measured": kappa * untied, "untied": untied, "aligned": aligned}

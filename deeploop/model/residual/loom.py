@@ -116,7 +116,7 @@ class Loom(Residual):
             assert isinstance(f, Tensor)
             return self._attention(s, f, visit)
         gain, after = visit.sublayer.gain_out, visit.next_gain
-        if not self._norms_branch(visit):
+        if gain is None:
             h, n = pre_norm(s.h, combine(f), after, self.gamma, self.eps, norm=visit.norm)
         elif isinstance(f, Routed):
             h, n = expert_combine(
@@ -131,9 +131,6 @@ class Loom(Residual):
         """Return whether a visit's output goes through the two moving averages."""
         looped = visit.loop is not None
         return looped and self.loom.looping_residual and visit.sublayer.kind == "attention"
-
-    def _norms_branch(self, visit: Visit) -> bool:
-        return self.loom.branch_norm and visit.sublayer.kind != "attention"
 
     def _attention(self, s: LoopState, f: Tensor, visit: Visit) -> LoopState:
         """Update the averages of attention and the stream in one kernel."""
@@ -174,7 +171,7 @@ class Loom(Residual):
 
     def reference(self, s: LoopState, f: Tensor, visit: Visit) -> LoopState:
         if not self._averages(visit):
-            if self._norms_branch(visit):
+            if visit.sublayer.gain_out is not None:
                 f = F.rms_norm(f, f.shape[-1:], visit.sublayer.gain_out, self.eps)
             return s._replace(h=s.h + self.gamma * f)
         b, o = self.loom.decay, self.gamma * f
