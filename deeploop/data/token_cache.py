@@ -15,7 +15,7 @@ from deeploop.data.shards import shard_dtype
 from deeploop.data.stream import FileSegment
 from deeploop.data.text import encode_to, read_spans
 from deeploop.data.tokenizer import Tokenizer
-from deeploop.utils.disk import disk_errors, exclusive
+from deeploop.utils.disk import cache_folder, disk_errors, exclusive
 from deeploop.utils.errors import InputError
 
 # (phase, done, total); phase is "tokenise", in bytes of source, or "write", in tokens.
@@ -26,7 +26,7 @@ CACHE_VERSION = 1  # in every cache key: raise it when the same text gives other
 
 def default_cache() -> Path:
     """Return the folder for tokenised text: $XDG_CACHE_HOME/deeploop, or ~/.cache/deeploop."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deeploop"
+    return cache_folder()
 
 
 def tokenise_to_cache(
@@ -56,7 +56,7 @@ def tokenise_to_cache(
     """
     key = _cache_key(files, tokenizer, text_field)
     final, dtype = root / key, shard_dtype(tokenizer.vocab_size)
-    with disk_errors(f"cache folder {root}"):
+    with disk_errors(f"cache folder {root}", root):
         if cached := _open_cache(final, dtype):
             return cached
         root.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,8 @@
 import errno
 import json
 import os
+import platform
+import shutil
 import stat
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -147,21 +149,49 @@ DISK_ERRORS = {
 }  # fmt: skip
 
 
+NO_DIRECTORY_SYNC = {errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS}
+
+
 @contextmanager
-def disk_errors(what: str) -> Iterator[None]:
+def disk_errors(what: str, path: Path | None = None) -> Iterator[None]:
     """Raise InputError, naming `what`, where the disk is full, limited or read-only.
 
-    The same for a file where a folder should be, and the reverse; other errors pass.
+    The same for a file where a folder should be, and the reverse; other errors pass. With
+    `path`, the error also gives the free space of its disk.
     """
     try:
         yield
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
-        raise InputError(
-            f"{what} could not be written ({error.strerror}); "
-            "free some space, lift the limit or choose another folder"
-        ) from error
+        raise unwritable(what, error.strerror or "the write failed", path) from error
+
+
+def unwritable(what: str, reason: str, path: Path | None) -> InputError:
+    """Make the error that `what` could not be written, with the free space of path's disk."""
+    free = ""
+    if path is not None:
+        existing = next((p for p in (path, *path.parents) if p.exists()), Path())
+        free = f", {shutil.disk_usage(existing).free / 1e6:,.1f} MB free"
+    return InputError(
+        f"{what} could not be written ({reason}{free}); "
+        "free some space, lift the limit or choose another folder"
+    )
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on disk.
+
+    Nothing for a folder of a file system that cannot sync folders.
+    """
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in NO_DIRECTORY_SYNC or not path.is_dir():
+            raise
+    finally:
+        os.close(handle)
 
 
 @contextmanager
@@ -189,12 +219,32 @@ def exclusive(path: Path, wait: bool = True) -> Iterator[bool | None]:
 
 
 @contextmanager
+def exclusive_file(path: Path) -> Iterator[bool]:
+    """Create ``path``, naming this process, and delete it at the end.
+
+    A lock for file systems that have none. Yields False, and deletes nothing, where the
+    file exists: another process has it, or was killed and left it.
+    """
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    except FileExistsError:
+        yield False
+        return
+    with os.fdopen(handle, "w") as file:
+        file.write(f"process {os.getpid()} on {platform.node()}\n")
+    try:
+        yield True
+    finally:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     """Yield a binary file that takes the name ``path`` only once it is complete and on disk.
 
     An exception inside leaves ``path`` as it was.
     """
-    with disk_errors(str(path)):
+    with disk_errors(str(path), path):
         handle, temporary = tempfile.mkstemp(
             prefix=f".{path.name}.", suffix=".tmp", dir=path.parent
         )
@@ -203,11 +253,19 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-            os.chmod(temporary, 0o666 & ~_umask())  # mkstemp lets the owner alone read it
+            usual_mode(Path(temporary))
             os.replace(temporary, path)
+            sync(path.parent)
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
             raise
+
+
+def usual_mode(path: Path) -> None:
+    """Give a file the mode of a new one: some libraries let its owner alone read it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    os.chmod(path, 0o666 & ~mask)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -221,7 +279,15 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2) + "\n")
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def cache_folder() -> Path:
+    """Return the user's folder for what can be made again.
+
+    $XDG_CACHE_HOME/deeploop, else ~/.cache/deeploop; for a user without a home, as in many
+    containers, a folder of temporary files.
+    """
+    if folder := os.environ.get("XDG_CACHE_HOME"):
+        return Path(folder) / "deeploop"
+    try:
+        return Path.home() / ".cache" / "deeploop"
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / f"deeploop-{os.getuid()}"
