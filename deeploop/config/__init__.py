@@ -17,6 +17,7 @@ from deeploop.config.fields import MAY_CHANGE, build, check_fields, replace
 from deeploop.config.model import LoomConfig, ModelConfig, MoEConfig, check_model
 from deeploop.config.renames import renamed_fields
 from deeploop.config.train import TrainConfig, check_train
+from deeploop.utils.disk import brief
 from deeploop.utils.errors import InputError
 
 __all__ = ["Config", "DataConfig", "LoomConfig", "MoEConfig", "ModelConfig", "TrainConfig"]
@@ -44,7 +45,7 @@ class Config:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> "Config":
+    def from_json(cls, text: str | bytes) -> "Config":
         """Read what `to_json` wrote, in this version or an older one.
 
         Raises InputError on unknown fields and on a missing section.
@@ -55,7 +56,8 @@ class Config:
             if missing:
                 raise KeyError(missing[0])
             return build(cls, values)
-        except (TypeError, KeyError, AttributeError, ValueError) as error:
+        except (TypeError, KeyError, AttributeError, ValueError, RecursionError) as error:
             if isinstance(error, InputError):
                 raise
-            raise InputError(f"config: {error}; was it written by another version?") from error
+            reason = f"no section {error}" if isinstance(error, KeyError) else brief(error)
+            raise InputError(f"config: {reason}; was it written by another version?") from error

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 
 import tyro
 
+from deeploop.utils.disk import brief
 from deeploop.utils.errors import InputError
 
 MAX_INT, MAX_SEED = 2**31 - 1, 2**63 - 1  # largest value of an integer field; of a seed
@@ -100,7 +101,7 @@ def _check_type(entry: Entry) -> None:
         fits = type(value) in allowed or (float in allowed and type(value) is int)
         wanted = " or ".join(t.__name__ for t in allowed)
     if not fits:
-        raise InputError(f"{entry.name}={value!r}: must be {wanted}")
+        raise InputError(f"{entry.name}={brief(repr(value))}: must be {wanted}")
 
 
 def replace(section: Any, path: list[str], values: dict[str, Any]) -> Any:

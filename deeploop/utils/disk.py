@@ -136,7 +136,7 @@ def foreign(what: str, remedy: str = "restore the file") -> Iterator[None]:
 def brief(value: Any, most: int = 120) -> str:
     """Return a value as one short line of text for an error; a text without its quotes."""
     try:
-        text = value if isinstance(value, str) else repr(value)
+        text = str(value) if isinstance(value, str | Exception) else repr(value)
     except RecursionError:
         text = "deeply nested"
     text = "".join(c if c.isprintable() else " " for c in text)
