@@ -1,7 +1,6 @@
 """Check paths that a user gives, read foreign files, lock folders, and write files atomically."""
 
 import errno
-import json
 import os
 import platform
 import shutil
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from deeploop.utils.errors import InputError
+from deeploop.utils.strict_json import to_json
 
 
 def user_path(name: str, field: str) -> Path:
@@ -275,8 +275,8 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file completely, or leave it as it was."""
-    write_text(path, json.dumps(value, indent=2) + "\n")
+    """Write a JSON file completely, or leave it as it was; numbers not finite become null."""
+    write_text(path, to_json(value, indent=2) + "\n")
 
 
 def cache_folder() -> Path:
