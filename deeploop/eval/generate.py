@@ -33,7 +33,10 @@ def load(run: str, device: str = "cpu") -> LoopLM:
 
 
 def load_run_tokenizer(folder: Path) -> Tokenizer:
-    """Load the tokenizer a run was trained with; raises InputError where it had none."""
+    """Load the tokenizer that corpus.json in a run or checkpoint names.
+
+    Raises InputError where it names none.
+    """
     spec = read_corpus_file(folder).get("tokenizer")
     if spec is None:
         raise InputError(
@@ -149,7 +152,7 @@ def generate(
     prompt = _read_prompt(prompt)
     torch_device = pick_device(device)
     model, ckpt = load_run(run, str(torch_device))
-    tokenizer = load_run_tokenizer(ckpt.run)
+    tokenizer = load_run_tokenizer(ckpt.described_in)
     ids = tokenizer.encode(prompt)
     if ids and max(ids) >= model.config.vocab_size:
         raise InputError(

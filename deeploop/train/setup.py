@@ -1,5 +1,6 @@
 """Make a trainer from a configuration: resolve, check and describe it before step one."""
 
+import contextlib
 import math
 import os
 import shutil
@@ -23,12 +24,18 @@ from deeploop.runs import checkpoint
 from deeploop.runs.folder import (
     choose_run_folder,
     claim_folder,
+    clear_unfinished,
     corpus_identity,
+    difference,
+    is_empty,
     lock_run_folder,
     read_corpus_file,
     write_run_files,
 )
+from deeploop.runs.metrics_file import copy_metrics
+from deeploop.train.same_start import Start, prepare_together
 from deeploop.train.trainer import Trainer
+from deeploop.utils.console import say
 from deeploop.utils.device import computes_in_bf16, device_name, pick_device
 from deeploop.utils.disk import user_path
 from deeploop.utils.distributed import Ranks, local_rank
@@ -162,8 +169,9 @@ def check_same(wanted: Config, ckpt: checkpoint.Checkpoint) -> None:
 def check_newest(ckpt: checkpoint.Checkpoint) -> None:
     """Refuse to go on in place from a checkpoint that newer ones stand beside.
 
-    They and the metrics would be of another past than the run's.
+    They and the metrics would be of another past than the run's. Its folder must be locked.
     """
+    assert ckpt.run is not None  # `same_folder` has refused a copy without --out
     newest = checkpoint.steps(ckpt.run)[-1]
     if newest.name != ckpt.path.name:
         raise InputError(
@@ -174,11 +182,11 @@ def check_newest(ckpt: checkpoint.Checkpoint) -> None:
 
 def check_same_corpus(corpus: Corpus, ckpt: checkpoint.Checkpoint) -> None:
     """Refuse to go on where the text under the run is no longer the one it began with."""
-    before = read_corpus_file(ckpt.run)
+    before = read_corpus_file(ckpt.described_in)
     now = corpus_identity(corpus)
     if any(before.get(name) != value for name, value in now.items()):
         raise InputError(
-            f"data.path={ckpt.config.data.path!r}: changed since the run {ckpt.run} began "
+            f"data.path={ckpt.config.data.path!r}: changed since the run of {ckpt.path} began "
             f"({before.get('train_tokens')} training tokens then, {now['train_tokens']} now); "
             "restore it or start a new run"
         )
@@ -224,7 +232,7 @@ def open_run(
     """Load the corpus, build or restore the model, make or enter the run's folder.
 
     Nothing is written before everything that can be refused was checked, and only by the
-    main rank.
+    main rank. A run's folder is locked before its newest checkpoint is chosen.
 
     Args:
         config: of the run.
@@ -233,42 +241,111 @@ def open_run(
         ranks: processes that train together.
         check: raises InputError for a resolved configuration that must not start.
     """
+    with contextlib.ExitStack() as lock:
+        start = prepare_together(ranks, lambda: prepare(config, console, ckpt, ranks, check, lock))
+        floors = ngram_floors(start.corpus) if ranks.is_main else {}
+        trainer = Trainer(start.config, start.corpus, floors, start.folder, console, ranks)
+        if start.ckpt is not None and start.ckpt.saved:
+            trainer.restore(start.ckpt)
+        if ranks.is_main:
+            begin_folder(trainer, start, lock)
+        trainer.lock = lock.pop_all()
+    return trainer
+
+
+def prepare(
+    config: Config,
+    console: Console,
+    ckpt: checkpoint.Checkpoint | None,
+    ranks: Ranks,
+    check: Callable[[Config], None] | None,
+    lock: contextlib.ExitStack,
+) -> Start:
+    """Check all that this rank knows of a run, and lock the folder of one that goes on.
+
+    The arguments are those of `open_run`; `lock` receives the main rank's lock.
+    """
+    ckpt = restarted(config) or ckpt
+    in_place = ckpt is not None and same_folder(config.train.out, ckpt)
+    if ckpt is not None and in_place and ranks.is_main:
+        lock_folder(ckpt.run or ckpt.path, console, lock)
+        if ckpt.newest or not ckpt.saved:  # another process may have written since
+            ckpt = checkpoint.find(str(ckpt.run), begin=True)
     corpus = open_corpus(config)
     config = resolve(config, corpus, ranks)
     if check is not None:
         check(config)
     if ckpt is not None:
         check_same(config, ckpt)
-        check_same_corpus(corpus, ckpt)
-    floors = ngram_floors(corpus) if ranks.is_main else {}
-    new = ckpt is None or not same_folder(config.train.out, ckpt.run)
-    if ckpt is not None and not new:
-        check_newest(ckpt)
-    if ranks.is_main:
-        folder = choose_run_folder(config) if ckpt is None or new else ckpt.run
+        if ckpt.saved:
+            check_same_corpus(corpus, ckpt)
+        if ckpt.saved and in_place:
+            check_newest(ckpt)
+    if ckpt is not None and in_place:
+        folder = ckpt.run or ckpt.path
+    elif ranks.is_main:
+        folder = choose_run_folder(config, begin=True)
     else:
-        folder = Path(config.train.out)  # which only the first rank writes to
-    trainer = Trainer(config, corpus, floors, folder, console, ranks)
-    if ckpt is not None:
-        trainer.restore(ckpt)
-    if ranks.is_main:
-        lock_run(trainer, new)
-    return trainer
+        folder = Path(config.train.out)  # `prepare_together` gives it the main rank's
+    return Start(config, corpus, ckpt, folder, new=not in_place)
 
 
-def lock_run(trainer: Trainer, new: bool) -> None:
-    """Lock the run's folder and write its first files; remove a new folder on failure."""
-    if new and not trainer.config.train.out:
+def restarted(config: Config) -> checkpoint.Checkpoint | None:
+    """Return the newest checkpoint of a run that torchrun starts again after a rank has failed.
+
+    None at its first start, without `train.out`, or where the folder is of another run.
+    """
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") in ("", "0") or not config.train.out:
+        return None
+    if not checkpoint.steps(user_path(config.train.out, "train.out")):
+        return None
+    ckpt = checkpoint.find(config.train.out)
+    vocab = config.model.vocab_size or ckpt.config.model.vocab_size
+    precision = config.train.precision
+    precision = ckpt.config.train.precision if precision == "auto" else precision
+    wanted = config.replace("model", vocab_size=vocab).replace("train", precision=precision)
+    return None if difference(wanted, ckpt.config) else ckpt
+
+
+def lock_folder(
+    folder: Path, console: Console, lock: contextlib.ExitStack, begins: Config | None = None
+) -> None:
+    """Lock a run's folder until `lock` closes; `begins` is the configuration of a new run."""
+    if not lock.enter_context(lock_run_folder(folder, begins is not None, begins)):
+        say(
+            console,
+            f"locks    off: the file system of {folder} has none; a file .lock in it keeps other "
+            "runs out",
+        )
+
+
+def begin_folder(trainer: Trainer, start: Start, lock: contextlib.ExitStack) -> None:
+    """Lock a new run's folder and write a run's first files; remove a new folder on failure."""
+    fresh = start.new and (not trainer.folder.exists() or is_empty(trainer.folder))
+    if start.new and not start.config.train.out:
         trainer.folder = claim_folder(trainer.folder)
-    trainer.lock.enter_context(lock_run_folder(trainer.folder, new))
+    if start.new:
+        lock_folder(trainer.folder, trainer.console, lock, start.config)
     try:
+        clear_unfinished(trainer.folder)
+        for sentence in checkpoint.clear_incomplete(trainer.folder):
+            say(trainer.console, sentence)
+        if start.new and start.ckpt is not None and start.ckpt.saved and start.ckpt.run:
+            copy_metrics(start.ckpt.run, trainer.folder, start.ckpt.step)
         write_run_files(trainer.folder, trainer.config, trainer.corpus, trainer.floors)
     except BaseException:
-        if new:
+        if fresh:
             shutil.rmtree(trainer.folder, ignore_errors=True)
         raise
 
 
-def same_folder(out: str, folder: Path) -> bool:
-    """Return whether a run with this train.out stays in `folder`; without train.out it does."""
-    return not out or user_path(out, "train.out").resolve() == folder.resolve()
+def same_folder(out: str, ckpt: checkpoint.Checkpoint) -> bool:
+    """Return whether a run with this train.out stays in its folder; without train.out it does."""
+    if ckpt.run is None and not out:
+        raise InputError(
+            f"checkpoint {ckpt.path}: is a copy outside of a run's folder; give --out to go on "
+            "from it in a new folder"
+        )
+    return not out or (
+        ckpt.run is not None and user_path(out, "train.out").resolve() == ckpt.run.resolve()
+    )

@@ -22,6 +22,7 @@ from deeploop.eval.validate import bits_per_byte, held_out_targets, validate
 from deeploop.model.looplm import LoopLM, count_parameters
 from deeploop.runs import checkpoint
 from deeploop.runs.metrics_file import MetricsFile
+from deeploop.train.finite import first_nonfinite, state_is_finite, stream_is_finite
 from deeploop.train.metrics import StepMetrics, largest_rms
 from deeploop.train.optim import adamw, learning_rate
 from deeploop.train.progress import ProgressBar
@@ -84,7 +85,7 @@ class Trainer:
         """
         from deeploop.train.setup import open_run  # which imports this module
 
-        ckpt = None if resume is None else checkpoint.find(resume)
+        ckpt = None if resume is None else checkpoint.find(resume, begin=True)
         return open_run(config, open_console(), ckpt)
 
     def restore(self, ckpt: checkpoint.Checkpoint) -> None:
@@ -112,6 +113,8 @@ class Trainer:
             stop_signals("this step", self.ranks.is_main) as self.stopped,
             ProgressBar(self.console, t.steps, self.done) as self.live,
         ):
+            if self.metrics.note:
+                self.live.say(self.metrics.note)
             self.speed.start()
             ended = self.ranks.any_rank(bool(self.stopped))
             while self.done < t.steps and not ended:
@@ -222,13 +225,28 @@ class Trainer:
         return bool(self.stopped)
 
     def save(self) -> None:
-        """Write a checkpoint and delete old ones; raises Diverged if a loss was not finite."""
+        """Write a checkpoint and delete old ones, if all that it would hold is finite.
+
+        Raises Diverged on every rank otherwise; the checkpoints before stay.
+        """
         self.check_finite()
-        if not self.ranks.is_main:
-            return
         with self.speed.paused():
+            self.check_state()
+            if not self.ranks.is_main:
+                return
             checkpoint.save(self.folder, self.done, self.config, self.model, self.optimizer)
-            checkpoint.prune(self.folder, self.config.train.keep)
+            for sentence in checkpoint.prune(self.folder, self.config.train.keep):
+                self.live.say(sentence)
+
+    def check_state(self) -> None:
+        """Raise Diverged if a weight, a moment or the stream is not finite on any rank."""
+        tokens = self.batch()[0][: self.micro].to(self.device)
+        with autocast(self.device, self.config.train.precision):
+            finite = stream_is_finite(self.model, tokens)
+        finite &= state_is_finite(self.model, self.optimizer)
+        if self.ranks.any_rank(not finite):
+            name = first_nonfinite(self.model, self.optimizer) or "the residual stream"
+            raise self.diverged(f"{name} is not finite at step")
 
     def check_finite(self) -> None:
         """Raise Diverged once a loss or gradient was not finite, naming the worst visit."""

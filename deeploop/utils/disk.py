@@ -1,6 +1,7 @@
 """Check paths that a user gives, read foreign files, lock folders, and write files atomically."""
 
 import errno
+import json
 import os
 import platform
 import shutil
@@ -8,6 +9,7 @@ import stat
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any
 
@@ -42,7 +44,7 @@ FILE_KINDS = {
 }  # fmt: skip
 
 
-def open_regular(path: Path, what: str = "") -> IO[bytes]:
+def open_regular(path: Path, what: str = "") -> BufferedReader:
     """Open a file for reading, without waiting on a named pipe or a device.
 
     Args:
@@ -57,7 +59,9 @@ def open_regular(path: Path, what: str = "") -> IO[bytes]:
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise InputError(f"{what}: cannot be read ({reason}); give a file that can") from error
+        raise InputError(
+            f"{what}: cannot be read ({reason}); restore it or give another path"
+        ) from error
     kind = stat.S_IFMT(os.fstat(handle).st_mode)
     if kind != stat.S_IFREG:
         os.close(handle)

@@ -10,7 +10,7 @@ complete only when backward has reached the first loop.
 import contextlib
 import os
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch import Tensor
 from deeploop.utils.errors import InputError
 from deeploop.utils.spans import span
 
+T = TypeVar("T")
 BUCKET_BYTES = 2**26  # of one message: its tensors are copied into one buffer and back
 
 
@@ -69,6 +70,13 @@ class Ranks(NamedTuple):
         if self.world > 1:
             dist.all_reduce(first, dist.ReduceOp.MIN)
         return int(first) if first < self.world else None
+
+    def gather(self, value: T) -> list[T]:
+        """Return the value of every rank, in order of rank; it is pickled, and should be small."""
+        values = [value] * self.world
+        if self.world > 1:
+            dist.all_gather_object(values, value)
+        return values
 
 
 def buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:

@@ -252,7 +252,7 @@ def test_the_bounds_constants_do_not_change_with_the_loops(config, quiet, tmp_pa
 def test_a_run_of_another_corpus_or_without_its_moments_is_refused(trained, quiet):
     ckpts = checkpoints(str(trained.folder))
     (ckpts[-1].path / "optimizer.pt").unlink()
-    with pytest.raises(InputError, match=r"optimizer.pt is not readable"):
+    with pytest.raises(InputError, match=r"optimizer.pt: cannot be read"):
         diagnose(trained.config.replace("train", out=""), ckpts, quiet)
     with open(trained.config.data.path, "a") as file:
         file.write("more text\n" * 50)

@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from deeploop.runs import checkpoint
 from deeploop.train.optim import learning_rate
@@ -22,7 +23,7 @@ def weights(folder):
     found = checkpoint.find(str(folder))
     state = torch.load(found.path / "optimizer.pt", weights_only=True)
     moments = [v for s in state["state"].values() for v in s.values()]
-    return [*checkpoint.load_file(found.path / "model.safetensors").values(), *moments]
+    return [*load_file(found.path / "model.safetensors").values(), *moments]
 
 
 def assert_same_bits(a, b):
@@ -266,7 +267,7 @@ def test_damaged_metrics_are_refused_and_kept(config, quiet, tmp_path):
     metrics = tmp_path / "run" / "metrics.jsonl"
     metrics.write_bytes(b"\xff" + metrics.read_bytes())
     before = metrics.read_bytes()
-    with pytest.raises(InputError, match="line 1 is not readable"):
+    with pytest.raises(InputError, match="line 1: is not readable"):
         open_run(config, quiet, checkpoint.find(config.train.out)).fit()
     assert metrics.read_bytes() == before
 

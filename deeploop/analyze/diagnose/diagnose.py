@@ -89,10 +89,13 @@ def diagnose(
 
 
 def choose_folder(config: Config, ckpts: list[checkpoint.Checkpoint]) -> Path:
-    """Return train.out where it is set, else the run's folder, for a preset a new one."""
+    """Return train.out where it is set, else the run's folder, for a preset a new one.
+
+    For a checkpoint copied out of its run, that is the checkpoint's folder.
+    """
     if config.train.out:
         return user_path(config.train.out, "train.out")
-    return ckpts[0].run if ckpts else choose_run_folder(config)
+    return ckpts[0].run or ckpts[0].path if ckpts else choose_run_folder(config)
 
 
 @contextlib.contextmanager
@@ -128,7 +131,7 @@ def check_finite(m: Measurement, step: int) -> None:
 def checkpoints(path: str) -> list[checkpoint.Checkpoint]:
     """Return the checkpoint at `path`, or all those of the run at `path`, oldest first."""
     ckpt = checkpoint.find(path)
-    if user_path(path, "run").resolve() == ckpt.path.resolve():
+    if ckpt.run is None or user_path(path, "run").resolve() == ckpt.path.resolve():
         return [ckpt]
     return [checkpoint.find(str(step)) for step in checkpoint.steps(ckpt.run)]
 
