@@ -6,16 +6,14 @@ from typing import Annotated
 
 import tyro
 
-from deeploop.cli.parse import first_word, named_preset, parse
-from deeploop.config import Config
+from deeploop.cli.parse import ConfigArguments, base_config, early_option, first_word, parse
 from deeploop.config.presets import SUMMARY, presets
 from deeploop.utils.console import open_console
 from deeploop.utils.errors import InputError
 
 
 @dataclasses.dataclass
-class DiagnoseArguments:
-    config: Annotated[Config, tyro.conf.arg(name="")]
+class DiagnoseArguments(ConfigArguments):
     probes: Annotated[int, tyro.conf.arg(help="random probes of the Jacobian, a backward each")] = 4
     batch_size: Annotated[int, tyro.conf.arg(help="sequences; 0: the run's micro-batch")] = 0
     draw: Annotated[int, tyro.conf.arg(help="seed of the held-out sequences and the probes")] = 0
@@ -25,10 +23,12 @@ def run(arguments: list[str]) -> int:
     name, rest = first_word(arguments)
     run_path = None if name in presets() else name
     if run_path is None:
-        base = named_preset(name)
+        base = base_config(name, rest).replace("train", out="")
     else:
         from deeploop.runs.checkpoint import find
 
+        if early_option(rest, "--config") is not None:
+            raise InputError(f"--config: a run has its own configuration; leave {run_path!r} out")
         if not os.path.exists(os.path.expanduser(run_path)):
             raise InputError(
                 f"{run_path!r}: neither a run's folder or checkpoint nor a preset ({SUMMARY})"

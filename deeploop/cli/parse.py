@@ -1,21 +1,40 @@
 """Read command lines: a preset or run as the first word, then options of a dataclass."""
 
+import argparse
 import contextlib
+import dataclasses
 import io
 import re
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import tyro
 
 from deeploop.config import Config
 from deeploop.config.presets import preset
 from deeploop.config.renames import FIELDS
+from deeploop.utils.disk import user_path
 from deeploop.utils.errors import InputError
 
 T = TypeVar("T")
 RENAMED_FLAGS = {
     f"--{old}".replace("_", "-"): f"--{new}".replace("_", "-") for old, new in FIELDS.items()
 } | {"--plan": "--backprop"}
+
+
+@dataclasses.dataclass
+class ConfigArguments:
+    """Options of a verb that takes a configuration: a file of one, and each of its fields."""
+
+    config: Annotated[Config, tyro.conf.arg(name="")]
+    config_file: Annotated[
+        str | None,
+        tyro.conf.arg(
+            name="config",
+            metavar="FILE",
+            help="start from this configuration, a run's config.json or what --print-config "
+            "prints, in the place of a preset",
+        ),
+    ] = None
 
 
 def parse(kind: type[T], **options: Any) -> T:
@@ -46,3 +65,25 @@ def first_word(arguments: list[str]) -> tuple[str | None, list[str]]:
 def named_preset(name: str | None) -> Config:
     """Return a preset by name; None is the default one."""
     return preset("deeploop-tiny" if name is None else name)
+
+
+def early_option(arguments: list[str], flag: str) -> str | None:
+    """Return the value of an option that the defaults of all others depend on."""
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument(flag, nargs="?", dest="value")  # tyro will refuse a missing value
+    return early.parse_known_args(arguments)[0].value
+
+
+def base_config(name: str | None, options: list[str]) -> Config:
+    """Return the configuration that options start from: of --config FILE or of a preset.
+
+    Raises InputError for both, for an unknown preset and for a file that holds none.
+    """
+    file = early_option(options, "--config")
+    if file is None:
+        return named_preset(name)
+    if name is not None:
+        raise InputError(f"--config {file!r}: takes the place of {name!r}; give one of the two")
+    from deeploop.runs.folder import read_config
+
+    return read_config(user_path(file, "--config"), f"--config {file!r}")

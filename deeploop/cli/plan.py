@@ -5,15 +5,14 @@ from typing import Annotated
 
 import tyro
 
-from deeploop.cli.parse import first_word, named_preset, parse
+from deeploop.cli.parse import ConfigArguments, base_config, first_word, parse
 from deeploop.config import Config
 from deeploop.config.presets import preset, presets
 from deeploop.utils.errors import InputError
 
 
 @dataclasses.dataclass
-class PlanArguments:
-    config: Annotated[Config, tyro.conf.arg(name="")]
+class PlanArguments(ConfigArguments):
     device: Annotated[
         str,
         tyro.conf.arg(help="h200, h100, a100, b200, or cpu (this machine); not --train.device"),
@@ -34,11 +33,13 @@ def run(arguments: list[str]) -> int:
     if name is None and "--matrix" in rest:
         base = preset("gpt2-small-r1-baseline")
     else:
-        base = named_preset(name)
+        base = base_config(name, rest)
     parsed = parse_plan(rest, base)
     several = parsed.all or parsed.matrix
-    if name is not None and several:
-        raise InputError(f"preset {name!r}: --all and --matrix choose their own; leave it out")
+    if several and (name is not None or parsed.config_file is not None):
+        raise InputError(
+            f"{name or '--config'!r}: --all and --matrix choose their own; leave it out"
+        )
     from deeploop.analyze.plan import report
 
     if not several:

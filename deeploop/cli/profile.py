@@ -5,17 +5,15 @@ from typing import Annotated
 
 import tyro
 
-from deeploop.cli.parse import first_word, named_preset, parse
+from deeploop.cli.parse import ConfigArguments, base_config, first_word, parse
 from deeploop.cli.ranks import on_every_rank, one_speaks, refuse_together
-from deeploop.config import Config
 from deeploop.config.presets import SUMMARY
 from deeploop.utils.console import open_console, say
 from deeploop.utils.errors import InputError
 
 
 @dataclasses.dataclass
-class ProfileArguments:
-    config: Annotated[Config, tyro.conf.arg(name="")]
+class ProfileArguments(ConfigArguments):
     warmup: Annotated[int, tyro.conf.arg(help="steps before the timed ones")] = 3
     traced: Annotated[int, tyro.conf.arg(help="steps under the profiler, after the timed ones")] = 1
 
@@ -46,7 +44,7 @@ def run(arguments: list[str]) -> int:
 def parse_profile(arguments: list[str]) -> ProfileArguments:
     """Read PRESET, overrides and the numbers of steps."""
     name, rest = first_word(arguments)
-    base = named_preset(name).replace("train", steps=5)
+    base = base_config(name, rest).replace("train", steps=5, out="")
     return parse(
         ProfileArguments,
         args=rest,

@@ -1,6 +1,5 @@
 """deeploop train: train a model, or go on with a run."""
 
-import argparse
 import dataclasses
 import math
 import signal
@@ -8,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from deeploop.cli.parse import first_word, named_preset, parse
+from deeploop.cli.parse import ConfigArguments, base_config, early_option, first_word, parse
 from deeploop.cli.ranks import is_main_process, on_every_rank, one_speaks, refuse_together
-from deeploop.config import Config
 from deeploop.config.presets import SUMMARY
 from deeploop.utils.console import open_console, printable, say, say_error
 from deeploop.utils.errors import InputError
@@ -25,8 +23,7 @@ INDENT = 9  # columns of a line's first word, such as "model    "
 
 
 @dataclasses.dataclass
-class TrainArguments:
-    config: Annotated[Config, tyro.conf.arg(name="")]
+class TrainArguments(ConfigArguments):
     resume: Annotated[
         str | None,
         tyro.conf.arg(
@@ -42,16 +39,14 @@ class TrainArguments:
 
 
 def parse_train(arguments: list[str]) -> TrainArguments:
-    """Read PRESET and overrides; --resume without PRESET starts from the run's configuration."""
+    """Read PRESET or --config and overrides; with --resume alone, those of its configuration."""
     name, rest = first_word(arguments)
-    base = named_preset(name)
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    early.add_argument("--resume", nargs="?")  # tyro will refuse a missing value
-    resume = early.parse_known_args(rest)[0].resume
-    if resume is not None and name is None:
+    base = base_config(name, rest)
+    resume = early_option(rest, "--resume")
+    if resume is not None and name is None and early_option(rest, "--config") is None:
         from deeploop.runs.checkpoint import find
 
-        base = find(resume).config.replace("train", out="")
+        base = find(resume, begin=True).config.replace("train", out="")
     return parse(
         TrainArguments,
         args=rest,
@@ -79,7 +74,7 @@ def run(arguments: list[str]) -> int:
         console = open_console(quiet=not ranks.is_main)
 
         def build() -> "Trainer":
-            ckpt = None if parsed.resume is None else checkpoint.find(parsed.resume)
+            ckpt = None if parsed.resume is None else checkpoint.find(parsed.resume, begin=True)
             check = check_memory if ranks.world == 1 else None
             return open_run(parsed.config, console, ckpt, ranks, check)
 

@@ -183,9 +183,10 @@ def parse_config(text: str | bytes, what: str) -> Config:
         raise InputError(f"{what}: {error}") from error
 
 
-def read_config(path: Path) -> Config:
-    """Read a config.json, of this version or an older one; raises InputError naming it."""
-    return parse_config(read_bytes(path), str(path))
+def read_config(path: Path, what: str = "") -> Config:
+    """Read a config.json, of this version or an older one; raises InputError naming `what`."""
+    what = what or str(path)
+    return parse_config(read_bytes(path, what), what)
 
 
 def read_corpus_file(folder: Path) -> dict[str, Any]:
