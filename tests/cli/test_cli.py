@@ -63,6 +63,33 @@ def test_print_config_reads_back(capsys):
     assert Config.from_json(said) == parse_train([]).config
 
 
+@pytest.mark.parametrize("verb", ["train", "plan", "profile", "diagnose"])
+def test_a_configuration_is_fed_back_and_options_override_it(verb, capsys, tmp_path, monkeypatch):
+    _, said, _ = run(capsys, "train", "loom-tiny", *TINY, "--print-config")
+    values = json.loads(said)
+    values["model"]["arm"] = values["model"].pop("residual")  # as older versions wrote
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(values))
+    code, said, _ = run(capsys, "train", "--config", str(file), "--lr", "0.5", "--print-config")
+    expected = parse_train(["loom-tiny", *TINY, "--lr", "0.5"]).config
+    assert code == 0 and Config.from_json(said) == expected
+    more = [] if verb == "plan" else ["--out", str(tmp_path / "out")]
+    more += ["--probes", "1", "--batch-size", "2"] if verb == "diagnose" else []
+    if verb != "train":
+        assert run(capsys, verb, f"--config={file}", *more, "--model.loops", "1")[0] == 0
+    code, _, said = run(capsys, verb, "loom-tiny", "--config", str(file))
+    assert code == 2 and "give one of the two" in said
+    for text in ("", "{}", "[" * 10**5, '{"model": 1, "data": {}, "train": {}}'):
+        file.write_text(text)
+        code, _, said = run(capsys, verb, "--config", str(file))
+        assert code == 2 and str(file) in said and said.count("\n") == 1
+
+
+def test_resume_of_a_run_without_a_checkpoint_takes_its_configuration(capsys, tmp_path):
+    (tmp_path / "config.json").write_text(parse_train(["--model.loops", "3"]).config.to_json())
+    assert parse_train(["--resume", str(tmp_path)]).config.model.loops == 3
+
+
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
 def test_help_names_every_verb(capsys, arguments):
     code, said, _ = run(capsys, *arguments)
