@@ -40,20 +40,27 @@ def test_a_stream_that_overflows_is_noticed():
     assert not stream_is_finite(model, tokens)
 
 
-def test_a_step_that_ruins_the_weights_is_not_saved(config, quiet, tmp_path):
-    """Nor does it cost the checkpoint before it, with room for one."""
+RUINS = {
+    "weight embed_tokens.weight": lambda model: model.embed_tokens.weight.data[255].fill_(math.nan),
+    "the residual stream": lambda model: model.sublayers[1].branch.out.weight.data.fill_(1e38),
+}
+
+
+@pytest.mark.parametrize("named", RUINS)
+def test_a_step_that_ruins_the_state_is_not_saved(config, quiet, tmp_path, named):
+    """Nor does it cost the checkpoint before it, with room for one. Byte 255 is not in the text."""
     config = config.replace("train", save_every=1, keep=1, eval_every=0, log_every=100)
-    trainer = open_run(config, quiet)
+    trainer = open_run(config.replace("model", residual="pre_norm"), quiet)
     whole_step = trainer.step
 
     def ruins(**options):
         metrics = whole_step(**options)
         if trainer.done == 3:
-            trainer.model.embed_tokens.weight.data[255] = math.nan  # of a byte not in the text
+            RUINS[named](trainer.model)
         return metrics
 
     trainer.step = ruins
-    with pytest.raises(Diverged, match=r"weight embed_tokens\.weight is not finite.*step_000002"):
+    with pytest.raises(Diverged, match=rf"{named} is not finite.*step_000002"):
         trainer.fit()
     assert [p.name for p in checkpoint.steps(tmp_path / "run")] == ["step_000002"]
 
