@@ -43,7 +43,7 @@ def prepare(
         raise InputError(f"data path {input!r} does not exist; give a file or folder that does")
     folder = user_path(out, "output folder")
     name = Path(input).resolve().stem if input else "topics"
-    with disk_errors(f"output folder {folder}"), claimed_folder(folder):
+    with disk_errors(f"output folder {folder}", folder), claimed_folder(folder):
         staging = folder / STAGING
         corpus = load_corpus(
             input,

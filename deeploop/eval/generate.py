@@ -12,7 +12,7 @@ from deeploop.model.looplm import LoopLM
 from deeploop.runs import checkpoint
 from deeploop.runs.folder import read_corpus_file
 from deeploop.utils.device import pick_device
-from deeploop.utils.disk import user_path
+from deeploop.utils.disk import foreign, read_bytes, user_path
 from deeploop.utils.errors import Diverged, InputError
 
 
@@ -180,10 +180,10 @@ def _read_prompt(prompt: str) -> str:
     """Return the prompt, read from the file where it is FILE:path."""
     if not prompt.startswith("FILE:"):
         return prompt
-    try:
-        return user_path(prompt[5:], "prompt file").read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"prompt file {prompt[5:]!r}: could not be read ({error})") from error
+    what = f"prompt file {prompt[5:]!r}"
+    text = read_bytes(user_path(prompt[5:], "prompt file"), what)
+    with foreign(what, "give a text in UTF-8"):
+        return text.decode()
 
 
 def cut_after_stop(row: list[int], start: int, stop: int) -> list[int]:

@@ -1,3 +1,5 @@
+import os
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
@@ -7,6 +9,7 @@ from deeploop.eval.generate import cut_after_stop, generate, sample
 from deeploop.model.looplm import LoopLM
 from deeploop.train.setup import open_run
 from deeploop.utils.errors import InputError
+from tests.helpers.data import refused
 
 
 @pytest.fixture(scope="module")
@@ -133,3 +136,11 @@ def test_compiled_branches_are_not_compiled_again_for_every_slot_and_length():
     assert counter.frame_count == 0
     model(prompts())
     assert counter.frame_count > 0
+
+
+def test_a_prompt_comes_from_a_regular_file_of_text(tmp_path):
+    pipe, latin = tmp_path / "pipe", tmp_path / "latin.txt"
+    os.mkfifo(pipe)
+    latin.write_bytes(b"\xe9t\xe9")
+    refused(lambda: generate(str(tmp_path), f"FILE:{pipe}"), pipe, "a named pipe")
+    refused(lambda: generate(str(tmp_path), f"FILE:{latin}"), latin, "UTF-8")

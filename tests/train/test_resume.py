@@ -12,6 +12,14 @@ from deeploop.utils.errors import InputError
 from tests.helpers.data import refused
 
 
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch):
+    """Leave out what a run draws and samples at its end: it takes most of the time."""
+    for name in ("loss", "loops"):
+        monkeypatch.setattr(f"deeploop.runs.plots.{name}", lambda *_: None)
+    monkeypatch.setattr("deeploop.train.trainer.SAMPLE_TOKENS", 2)
+
+
 @pytest.fixture
 def short(config):
     return config.replace("train", steps=4, log_every=1, eval_every=2, save_every=2, eval_tokens=64)

@@ -106,7 +106,7 @@ def output_folder(folder: Path, unique: bool) -> Iterator[Path]:
     """
     new = unique or not folder.exists()
     try:
-        with disk_errors(f"folder {folder}"):
+        with disk_errors(f"folder {folder}", folder):
             if unique:
                 folder = claim_folder(folder)
             folder.mkdir(parents=True, exist_ok=True)

@@ -139,7 +139,7 @@ def profile(trainer: Trainer, steps: Steps) -> dict[str, Any]:
         if not trainer.ranks.is_main:
             return {}
         path = folder / "trace.json.gz"
-        with disk_errors(str(path)):
+        with disk_errors(str(path), path):
             traced.export_chrome_trace(str(path))
         summary = summarise(trace.read(path), trainer)
         figures |= summary.figures
@@ -203,7 +203,7 @@ def record_allocator(trainer: Trainer, path: Path) -> None:
     torch.cuda.memory._record_memory_history(stacks="python", max_entries=HISTORY)
     take_steps(trainer)
     if trainer.ranks.is_main:
-        with disk_errors(str(path)):
+        with disk_errors(str(path), path):
             torch.cuda.memory._dump_snapshot(str(path))
     torch.cuda.memory._record_memory_history(enabled=None)
 
