@@ -34,8 +34,9 @@ def lines(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("steps", [20, 5], ids=["in the middle", "at the last step"])
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("sent", "steps"), [(signal.SIGINT, 20), (signal.SIGTERM, 5), (signal.SIGHUP, 20)]
+)
 def test_a_validation_ends_at_a_signal_without_a_figure(
     config, quiet, tmp_path, capfd, sent, steps
 ):
@@ -71,6 +72,30 @@ def test_a_finished_run_whose_validation_was_stopped_is_validated_by_a_resume(
     assert "stopped_by" in trainer.fit()
     summary = open_run(config, quiet, checkpoint.find(str(tmp_path / "run"))).fit()
     assert summary["val_loss"] > 0 and lines(tmp_path / "run")[-1]["val_loss"]
+
+
+def test_a_signal_after_the_last_validation_leaves_a_whole_summary(config, quiet):
+    trainer = open_run(config.replace("train", steps=5), quiet)
+    say = trainer.console.print
+
+    def interrupted(text, **options):
+        say(text, **options)
+        if "held-out" in text:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer.console.print = interrupted
+    summary = trainer.fit()
+    assert "stopped_by" not in summary and summary["val_loss"] > 0
+
+
+def test_a_closed_terminal_that_nohup_ignores_stops_nothing():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_signals("this step", announce=False) as received:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not received
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_second_ctrl_c_counts_once_the_first_is_old(monkeypatch):
