@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, MaxNLocator
 
@@ -37,10 +38,10 @@ def integer_ticks(axis: Any) -> None:
 
 
 def loop_matrix(axes: Any, values: list[list[float]], title: str, low: float) -> None:
-    """Draw a [loops, loops] matrix as a heatmap with colours from `low` to 1."""
+    """Draw a [loops, loops] matrix as a heatmap with colours from `low` to 1; None is white."""
     count = len(values)
     edges = (0.5, count + 0.5, count + 0.5, 0.5)
-    image = axes.imshow(values, vmin=low, vmax=1, extent=edges)
+    image = axes.imshow(np.array(values, float), vmin=low, vmax=1, extent=edges)
     for axis in (axes.xaxis, axes.yaxis):
         integer_ticks(axis)
     axes.figure.colorbar(image, ax=axes)

@@ -1,3 +1,4 @@
+import copy
 import os
 
 import pytest
@@ -8,7 +9,7 @@ from deeploop.config import ModelConfig
 from deeploop.eval.generate import cut_after_stop, generate, sample
 from deeploop.model.looplm import LoopLM
 from deeploop.train.setup import open_run
-from deeploop.utils.errors import InputError
+from deeploop.utils.errors import Diverged, InputError
 from tests.helpers.data import refused
 
 
@@ -144,3 +145,12 @@ def test_a_prompt_comes_from_a_regular_file_of_text(tmp_path):
     latin.write_bytes(b"\xe9t\xe9")
     refused(lambda: generate(str(tmp_path), f"FILE:{pipe}"), pipe, "a named pipe")
     refused(lambda: generate(str(tmp_path), f"FILE:{latin}"), latin, "UTF-8")
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_nothing_is_drawn_from_logits_that_are_not_finite(model, temperature, value):
+    bad = copy.deepcopy(model)
+    bad.logits = lambda n: torch.full((len(n), 23), value)
+    with pytest.raises(Diverged, match="not finite"):
+        sample(bad, prompts(), 3, temperature=temperature)
