@@ -82,7 +82,7 @@ print(importlib.util.find_spec("deeploop.kernels").origin)
     environment = {"PYTHONPATH": str(ROOT.parent)}
     command = [sys.executable, "-c", script]
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert result.stdout.strip() == str(KERNELS / "__init__.py"), result.stderr
+    assert result.stdout.strip() == str(ROOT.parent / "kernels" / "__init__.py"), result.stderr
 
 
 def test_every_folder_is_packaged(monkeypatch):
