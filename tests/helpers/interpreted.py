@@ -33,7 +33,7 @@ def run_interpreted(
     """Run kernel tests under Triton's interpreter, in a process of its own.
 
     Args:
-        tests: Files or node ids under tests/kernels/.
+        tests: Files or node ids under tests/kernels/, or absolute paths.
         folder: Empty folder for the log.
         first_on_path: Folder whose packages are imported rather than the installed ones.
 
