@@ -135,7 +135,7 @@ def sigmoid_router_forward_kernel(
     tl.store(weights_ptr + first * K + o, tl.div_rn(b_weights, b_sum[:, None]), mask=m)
     tl.store(indices_ptr + first * K + o, b_indices, mask=m)
     b_load = tl.sum(((b_key == LOWEST) & m_row).to(tl.int32), axis=0)
-    tl.store(load_ptr + tl.program_id(0) * E + o_e, b_load, mask=o_e < E)
+    tl.store(load_ptr + tl.program_id(0).to(tl.int64) * E + o_e, b_load, mask=o_e < E)
 
 
 @jit()
