@@ -36,7 +36,7 @@ WRONG = [
         "bias_in_combine_weight",
         "The balance bias, meant to steer the choice alone, leaks into the weights",
         ROUTER,
-        "b_one = tl.sum(tl.where(m_top, b_score, 0.0), axis=1)",
+        "b_one = tl.sum(tl.where(m_top, b_logits, 0.0), axis=1)",
         "b_one = tl.sum(tl.where(m_top, b_biased, 0.0), axis=1)",
         "interpreter/test_router.py::test_dtypes[30-torch.float32]",
     ),
