@@ -60,7 +60,7 @@ from torch import Tensor
 from deeploop.utils.errors import InputError
 
 from . import _aten
-from ._checks import check_rows
+from ._checks import check_reverse_mode, check_rows
 from ._launch import uses_triton
 from ._op import Saved, define, fake_gradients
 from .triton.sigmoid_router import aot_launches, backward_launches, forward_launch
@@ -102,6 +102,7 @@ def _check(x: Tensor, w: Tensor, bias: Tensor | None, top_k: int) -> None:
     Raises: InputError.
     """
     check_rows("sigmoid_router", x=x)
+    check_reverse_mode("sigmoid_router", w, bias)
     if w.dim() != 2 or w.shape[1] != x.shape[-1] or not 1 <= w.shape[0] <= MAX_EXPERTS:
         raise InputError(
             f"sigmoid_router: w has shape {list(w.shape)}; "

@@ -195,8 +195,7 @@ def sigmoid_router_backward_kernel(
             o_d = start + tl.arange(0, BLOCK_D)
             o_w = o_e[:, None] * D + o_d[None, :]
             b_w = tl.load(w_ptr + o_w, mask=(o_e < E)[:, None] & (o_d < D)[None, :], other=0.0)
-            b_dx = tl.zeros((ROWS, BLOCK_D), tl.float32)
-            b_dx = _dot(b_dlogits, b_w, b_dx, PRECISION)
+            b_dx = _dot(b_dlogits, b_w, tl.zeros((ROWS, BLOCK_D), tl.float32), PRECISION)
             o_x = o_row[:, None] * D + o_d[None, :]
             m_x = m_row[:, None] & (o_d < D)[None, :]
             tl.store(dx_ptr + first * D + o_x, b_dx.to(dx_ptr.dtype.element_ty), mask=m_x)

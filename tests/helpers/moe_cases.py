@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deeploop.kernels import expert_combine, reference
+
 EPS = 1e-3
 
 
@@ -227,3 +229,15 @@ def compare_combine(
         bare = torch.ones(len(routed), dtype=torch.bool)
         bare[inputs[2][inputs[2] >= 0].long()] = False
         assert not actual[3][bare].any()
+
+
+def compare_combine_overflow(d: int) -> None:
+    """Compare the combine on values near 1e19, whose mean square overflows, with eager float32."""
+    inputs = combine_inputs(3, d, 2)
+    for i in (0, 1, 4):
+        inputs[i] = 1e19 * (1 + inputs[i].clamp(-0.5, 0.5))
+    gradients = [torch.randn(3, d), torch.randn(3, d)]
+    actual = run_combine(expert_combine, inputs, gradients)
+    eager = run_combine(reference.expert_combine, inputs, gradients)
+    for a, e in zip(actual, eager, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-5)
