@@ -14,17 +14,17 @@ from __future__ import annotations
 import argparse
 import collections
 import functools
-import multiprocessing
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from deeploop.utils.processes import worker_pool
 
 from . import _launch, registry
 
@@ -204,7 +204,7 @@ def main(argv: list[str] | None = None) -> int:
     failed = 0
     todo = tasks(options)
     workers = min(len(todo), os.cpu_count() or 1)
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+    with worker_pool(workers) as pool:
         for task, reports in zip(todo, pool.map(inspect, todo), strict=True):
             for title, warps, r in reports:
                 print(

@@ -11,6 +11,7 @@ from deeploop.cli.parse import first_word, named_preset, parse
 from deeploop.config import Config
 from deeploop.config.presets import SUMMARY, presets
 from deeploop.utils.errors import InputError
+from deeploop.utils.launcher import place
 
 
 @dataclasses.dataclass
@@ -47,7 +48,7 @@ def run(arguments: list[str]) -> int:
     )
     from deeploop.analyze.diagnose.diagnose import checkpoints, diagnose
 
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if place().world > 1:
         raise InputError("WORLD_SIZE is over 1: a diagnosis takes one process; leave torchrun out")
     diagnose(
         parsed.config,

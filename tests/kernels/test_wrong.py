@@ -6,16 +6,19 @@ from pathlib import Path
 import pytest
 
 import deeploop
+import deeploop.kernels
 from tests.helpers.interpreted import run_interpreted
 from tests.kernels.wrong import WRONG
 
 pytest.importorskip("triton", reason="Triton is not installed")
 PACKAGE = Path(deeploop.__file__).parent
+KERNELS = Path(deeploop.kernels.__file__).parent
 
 
 def clone(folder):
     """Copy the package, compiled files included, and return the folder of its kernels."""
-    return shutil.copytree(PACKAGE, folder / "deeploop") / "kernels"
+    shutil.copytree(PACKAGE, folder / "deeploop")
+    return shutil.copytree(KERNELS, folder / "deeploop" / "kernels")
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.name)

@@ -3,8 +3,6 @@
 import dataclasses
 import json
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from typing import Any
 
 from deeploop.analyze.plan.hardware import DEVICES, Device
@@ -12,6 +10,7 @@ from deeploop.analyze.plan.planner import Estimate, against_full, estimate, targ
 from deeploop.config import Config
 from deeploop.config.presets import presets
 from deeploop.model.flops import flops_per_token, weight_flops
+from deeploop.utils.processes import worker_pool
 
 GIB = 2**30
 # The 16 runs of DeepLoop (arXiv 2607.13491): H200-hours as reported, and the MFU that its
@@ -36,7 +35,7 @@ def show_many(configs: list[Config], device: str, json_wanted: bool, total: bool
     target, estimates = target_of(device), []
     if not json_wanted:
         print(f"predicted for {target.device.title}; nothing was run\n{HEAD}")
-    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+    with worker_pool() as pool:
         unique = {cost_key(config): config for config in configs}
         waiting = {key: pool.submit(estimate, config, target) for key, config in unique.items()}
         try:
