@@ -106,7 +106,7 @@ def interval(name: str, rest: str, operands: list[Interval], grid: int, line: st
     values = ends(*[(x.low, x.high) for x in operands])
     low, high = min(values), max(values)
     narrow = re.search(r"\bi32\W*$|xi32>$", rest) is not None
-    if narrow and not (LOWEST <= low and high <= HIGHEST):
+    if narrow and (low < LOWEST or high > HIGHEST):
         return Interval(wrapped=wrapped or line)
     return Interval(low, high, wrapped)
 

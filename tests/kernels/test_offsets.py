@@ -31,10 +31,8 @@ def _program_kernel(x_ptr, n_rows, D: tl.constexpr, WIDE: tl.constexpr):
 @triton.jit(do_not_specialize=["n_rows"])
 def _loop_kernel(x_ptr, n_rows, D: tl.constexpr, WIDE: tl.constexpr):
     for row in range(tl.program_id(0), n_rows, tl.num_programs(0)):
-        if WIDE:
-            base = tl.cast(row, tl.int64) * D
-        else:
-            base = (row * D).to(tl.int64)  # too late
+        # Otherwise widened too late, when the product has wrapped.
+        base = tl.cast(row, tl.int64) * D if WIDE else (row * D).to(tl.int64)
         tl.store(x_ptr + base + tl.arange(0, D), 0.0)
 
 

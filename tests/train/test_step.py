@@ -63,15 +63,19 @@ def test_a_run_with_a_bad_gradient_stops(config, quiet):
 
 
 def count_choices(model):
-    """Count the experts that each MoE's tokens choose, from its inputs, as it runs: [E] each."""
+    """Count the experts that each MoE's tokens choose, from its inputs, as it runs.
+
+    Returns, for each MoE, int64 [loops, experts], filled by the model's forward.
+    """
     counted = []
     for moe in (s.branch for s in model.sublayers if isinstance(s.branch, MoE)):
-        counted.append(torch.zeros(len(moe.bias), dtype=torch.int64))
+        counted.append(torch.zeros(len(moe.routers), len(moe.bias), dtype=torch.int64))
 
         def count(moe, inputs, total=counted[-1]):
-            n, router = (x.detach().double() for x in inputs)
-            score = (n @ router.T).sigmoid() + moe.bias
-            total += score.topk(moe.top_k).indices.flatten().bincount(minlength=len(total))
+            n, router = inputs
+            loop = next(i for i, r in enumerate(moe.routers) if r is router)
+            score = (n.detach().double() @ router.detach().double().T).sigmoid() + moe.bias
+            total[loop] += score.topk(moe.top_k).indices.flatten().bincount(minlength=len(moe.bias))
 
         moe.register_forward_pre_hook(count)
     return counted
@@ -83,11 +87,14 @@ def test_the_bias_moves_by_the_loads_of_its_own_layer(plan):
     moes = [s.branch for s in model.sublayers if isinstance(s.branch, MoE)]
     for moe in moes:
         moe.bias.uniform_(-0.02, 0.02)
+        for router in moe.routers:
+            router.data.normal_(std=0.25)  # each loop its own
     before = [moe.bias.clone() for moe in moes]
     loads = count_choices(model)
     metrics = step(model, config, batch)
-    assert torch.equal(metrics.loads.sum(0), torch.stack(loads))
-    wanted = [config.model.moe.balance_lr * (x.double().mean() - x).sign() for x in loads]
+    assert torch.equal(metrics.loads, torch.stack(loads, 1))
+    wanted = [x.sum(0).double() for x in loads]
+    wanted = [config.model.moe.balance_lr * (x.mean() - x).sign() for x in wanted]
     assert not torch.equal(*wanted)  # or layers could be exchanged unnoticed
     for moe, old, move in zip(moes, before, wanted, strict=True):
         # A move of all experts together changes no choice.
