@@ -212,14 +212,6 @@ MUTANTS = [
         "kernels/test_ops.py::test_n_comes_from_the_unrounded_h",
     ),
     Mutant(
-        "autocast_reaches_the_closed_forms",
-        "An enclosing autocast lowers the precision of the products inside an op",
-        "kernels/_aten.py",
-        "with torch.autocast(kind, enabled=False):",
-        "with torch.autocast(kind, enabled=True):",
-        "kernels/test_ops.py::test_autocast_changes_nothing",
-    ),
-    Mutant(
         "cpu_row_gradients_out_of_order",
         "The gradients of the experts' rows go to the rows in the order of the tokens",
         "kernels/expert_combine.py",
