@@ -202,7 +202,7 @@ def main(argv: list[str] | None = None) -> int:
         f"{'shared':>7}{'atomics':>8}{'128-bit':>8}{'loads':>6}{'stores':>7}{'instr':>6}"
     )
     failed = 0
-    todo = tasks(options)
+    todo = [task for task in tasks(options) if task.launches()]
     workers = min(len(todo), os.cpu_count() or 1)
     with worker_pool(workers) as pool:
         for task, reports in zip(todo, pool.map(inspect, todo), strict=True):

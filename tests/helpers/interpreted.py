@@ -31,7 +31,7 @@ def run_interpreted(tests: Sequence[str], folder: Path) -> tuple[int, str]:
     """Run kernel tests under Triton's interpreter, in a process of its own.
 
     Args:
-        tests: Files or node ids under tests/kernels/.
+        tests: Files or node ids under tests/kernels/, or absolute paths.
         folder: Empty folder for the log.
 
     Returns:
