@@ -51,11 +51,9 @@ def view_as(shape: torch.Size, *xs: Tensor | None) -> list[Any]:
     return [None if x is None else x.view(shape) for x in xs]
 
 
-def rstd(x: Tensor, eps: float, scale: Tensor | None = None) -> Tensor:
-    """1 / sqrt(mean((scale * x)^2) + eps) per row, [rows, 1]; scale is [rows, 1]."""
+def rstd(x: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean(x^2) + eps) per row, [rows, 1]; 0 where the mean square overflows."""
     size = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    if scale is not None:
-        size.mul_(scale)
     return size.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
 
 

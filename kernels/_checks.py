@@ -6,6 +6,8 @@ import math
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
+from torch.autograd import forward_ad
 
 from deeploop.utils.errors import InputError
 
@@ -15,8 +17,9 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def check_rows(op: str, **tensors: Tensor) -> None:
     """Refuse activations that differ in shape or device, or have no supported float dtype.
 
-    Raises: InputError.
+    Raises: InputError; NotImplementedError for a derivative that no op has.
     """
+    check_reverse_mode(op, *tensors.values())
     names = list(tensors)
     first = tensors[names[0]]
     for name, x in tensors.items():
@@ -41,8 +44,9 @@ def check_rows(op: str, **tensors: Tensor) -> None:
 def check_gains(op: str, like: Tensor, **gains: Tensor | None) -> None:
     """Refuse gains that are not one float per column on the device of `like`.
 
-    Raises: InputError.
+    Raises: InputError; NotImplementedError for a derivative that no op has.
     """
+    check_reverse_mode(op, *gains.values())
     d = like.shape[-1]
     for name, w in gains.items():
         if w is None:
@@ -87,3 +91,36 @@ def check_norm(op: str, norm: bool, w_next: Tensor | None) -> None:
     """
     if w_next is not None and not norm:
         raise InputError(f"{op}: w_next is given and norm is False; allowed: None without the norm")
+
+
+def check_reverse_mode(op: str, *tensors: Tensor | None) -> None:
+    """Refuse tensors that carry a forward-mode tangent, or that torch.func.grad or jvp tracks.
+
+    PyTorch takes the forward-mode derivative of a custom op for zero, without a word.
+
+    Raises: NotImplementedError.
+    """
+    if torch.compiler.is_compiling():
+        return
+    for x in tensors:
+        if x is None:
+            continue
+        if _is_tracked(x):
+            raise NotImplementedError(
+                f"{op}: torch.func.grad, vjp, jvp and the like are not supported; "
+                "use torch.autograd.grad or backward()"
+            )
+        if forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(
+                f"{op}: forward-mode differentiation is not supported; "
+                "use torch.autograd.grad or backward()"
+            )
+
+
+def _is_tracked(x: Tensor) -> bool:
+    """True for a tensor inside a transform of torch.func that differentiates; vmap does not."""
+    while _functorch.is_functorch_wrapped_tensor(x):
+        if _functorch.is_gradtrackingtensor(x):
+            return True
+        x = _functorch.get_unwrapped(x)
+    return False

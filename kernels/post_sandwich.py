@@ -113,15 +113,16 @@ def _forward_torch(
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     dtype = _aten.compute_dtype(h, f, w_out, w_next)
     z = torch.add(f.to(dtype), h.to(dtype), alpha=alpha)
-    zw = z if w_out is None else z * w_out
     r1 = _aten.rstd(z, eps)
+    h_new = z.mul_(r1)
+    if w_out is not None:
+        h_new.mul_(w_out)
     if not norm:
-        return (zw * r1).to(h.dtype), None, r1.view(-1), None
-    r2 = _aten.rstd(zw, eps, r1)
-    n = zw * (r1 * r2)
+        return h_new.to(h.dtype), None, r1.view(-1), None
+    r2 = _aten.rstd(h_new, eps)
+    n = h_new * r2
     if w_next is not None:
         n.mul_(w_next)
-    h_new = zw.mul_(r1)
     return h_new.to(h.dtype), n.to(f.dtype), r1.view(-1), r2.view(-1)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ._aten import compute_dtype
@@ -60,12 +61,11 @@ def sigmoid_router(
     """Choose the top_k experts by sigmoid(w @ x) + bias; returns weights, indices, load, z."""
     dtype = compute_dtype(x, w, bias)
     logits = x.reshape(-1, x.shape[-1]).to(dtype) @ w.to(dtype).T
-    score = logits.sigmoid()
-    biased = score.detach() if bias is None else score.detach() + bias
+    score = logits.detach().sigmoid()
+    biased = score if bias is None else score + bias
     order = biased.sort(dim=-1, descending=True, stable=True).indices
     indices = order[:, :top_k]
-    weights = score.gather(1, indices)
-    weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-9)
+    weights = F.logsigmoid(logits).gather(1, indices).softmax(-1)
     load = torch.bincount(indices.flatten(), minlength=w.shape[0])
     z = logits.logsumexp(-1).square().sum() / max(1, logits.shape[0])
     return weights, indices.int(), load, z

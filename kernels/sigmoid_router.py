@@ -5,18 +5,24 @@ Forward, per token (w has one row per expert; bias affects the choice only):
     logits  = w @ x                    float32, whatever x is
     s       = sigmoid(logits)
     chosen  = the top_k largest of s + bias; ties go to the lower expert
-    weights = s[chosen] / max(S, 1e-9)      S = sum of s[chosen]
+    weights = s[chosen] / sum of s[chosen] = softmax(log s[chosen])
     z       = mean over tokens of logsumexp(logits)^2
     load    = number of (token, slot) pairs of each expert
 
 Slots are in the order of choice. NaN counts as largest, so indices are distinct and
 in range for any input. z is 0 if there are no tokens.
 
+The weights add up to 1 for any finite logits: every score is computed times e^-m, with m
+the largest chosen logit or, if that is positive, 0. The largest of
+
+    t = e^(min(logit, 0) - m) / (1 + e^-|logit|)
+
+is then at least 1/2, where s itself may be too small for a float32.
+
 Backward, from dweights (G, spread over the experts) and dz, with W the weights
 spread over the experts likewise; the choice and the bias pass no gradient:
 
-    ds      = (G - sum(G * W) * [S >= 1e-9]) / max(S, 1e-9)    on the chosen
-    dlogits = ds * s * (1 - s) + dz * 2 * logsumexp / T * softmax(logits)
+    dlogits = W * (G - sum(G * W)) * (1 - s) + dz * 2 * logsumexp / T * softmax(logits)
     dx = dlogits @ w                   dw = sum over tokens of dlogits * x
 
 Shapes: x [..., d] with T tokens, w [E, d], bias [E] or None; weights and indices
@@ -37,7 +43,9 @@ TF32 switch. w is read from L2. Saved for backward: x, w, the logits and the ind
 The matrix products run on tensor cores at float32 accuracy: every float32 is a sum
 of three bfloat16, and six of the nine partial products are computed (the rest is
 below 2^-26 of |x| |w|). Products with a bfloat16 x take three, without loss. Loads
-and dw are sums of per-program partial sums: no atomics, the same bits every run.
+and dw are sums of per-program partial sums: no atomics, the same bits every run. The
+PyTorch form multiplies in float64 and rounds once: the process's switches for faster
+float32 products do not reach it, and none is touched, as they belong to all threads.
 Speed on a GPU: not yet measured.
 
 Source: LOOM's router (arXiv 2610.01153): sigmoid scores, bias-corrected choice, one
@@ -46,17 +54,13 @@ router per loop.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from deeploop.utils.errors import InputError
 
 from . import _aten
-from ._checks import check_rows
+from ._checks import check_reverse_mode, check_rows
 from ._launch import uses_triton
 from ._op import Saved, define, fake_gradients
 from .triton.sigmoid_router import aot_launches, backward_launches, forward_launch
@@ -64,7 +68,6 @@ from .triton.sigmoid_router import aot_launches, backward_launches, forward_laun
 __all__ = ["aot_launches", "sigmoid_router"]
 
 MAX_EXPERTS = 512
-SMALLEST = 1e-9  # least sum of scores that the weights are divided by
 
 
 def sigmoid_router(
@@ -99,6 +102,7 @@ def _check(x: Tensor, w: Tensor, bias: Tensor | None, top_k: int) -> None:
     Raises: InputError.
     """
     check_rows("sigmoid_router", x=x)
+    check_reverse_mode("sigmoid_router", w, bias)
     if w.dim() != 2 or w.shape[1] != x.shape[-1] or not 1 <= w.shape[0] <= MAX_EXPERTS:
         raise InputError(
             f"sigmoid_router: w has shape {list(w.shape)}; "
@@ -127,18 +131,16 @@ def _check(x: Tensor, w: Tensor, bias: Tensor | None, top_k: int) -> None:
 # PyTorch closed form: the CPU path
 
 
-@contextlib.contextmanager
-def _true_float32(x: Tensor) -> Iterator[None]:
-    """Disable autocast and TF32 or bfloat16 products, whatever the process allows."""
-    backends: Any = torch.backends
-    backend = (backends.cuda if x.is_cuda else backends.mkldnn).matmul
-    before = backend.fp32_precision
-    backend.fp32_precision = "ieee"
-    try:
-        with _aten.no_autocast(x):
-            yield
-    finally:
-        backend.fp32_precision = before
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply matrices in float64: neither autocast nor a precision switch changes the result."""
+    return a.double() @ b.double()
+
+
+def _combine_weights(picked: Tensor) -> Tensor:
+    """Divide the sigmoids of the chosen logits [T, k] by their sum, which never underflows."""
+    largest = picked.amax(-1, keepdim=True).clamp_(max=0)
+    scaled = (picked.clamp(max=0) - largest).exp_() / (-picked.abs()).exp_().add_(1)
+    return scaled / scaled.sum(-1, keepdim=True)
 
 
 def _choose(biased: Tensor, top_k: int) -> Tensor:
@@ -156,11 +158,10 @@ def _forward_torch(
     x: Tensor, w: Tensor, bias: Tensor | None, top_k: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     dtype = _aten.compute_dtype(x, w, bias)
-    logits = x.to(dtype) @ w.to(dtype).T
+    logits = _product(x, w.T).to(dtype)
     score = logits.sigmoid()
     indices = _choose(score if bias is None else score + bias, top_k)
-    weights = score.gather(1, indices)
-    weights /= weights.sum(-1, keepdim=True).clamp_(min=SMALLEST)
+    weights = _combine_weights(logits.gather(1, indices))
     load = torch.bincount(indices.flatten(), minlength=w.shape[0])
     z = logits.logsumexp(-1).square_().sum() / max(1, x.shape[0])
     return weights, indices.int(), load, z, logits
@@ -176,7 +177,6 @@ def _backward_torch(
     needs: list[bool],
 ) -> tuple[Tensor | None, Tensor | None]:
     """Compute dx and dw, None where not needed."""
-    dtype = logits.dtype
     dlogits = None
     if dz is not None:
         size = logits.logsumexp(-1, keepdim=True) * (dz * (2 / max(1, x.shape[0])))
@@ -184,17 +184,14 @@ def _backward_torch(
     if dweights is not None:
         chosen = indices.long()
         picked = logits.gather(1, chosen)
-        score = picked.sigmoid()
-        total = score.sum(-1, keepdim=True)
-        clamped = total.clamp(min=SMALLEST)
-        shared = (dweights * score).sum(-1, keepdim=True).div_(clamped)
-        ds = (dweights - shared.masked_fill_(total < SMALLEST, 0)).div_(clamped)
-        ds *= score * torch.sigmoid(-picked)
+        weights = _combine_weights(picked)
+        through = dweights - (dweights * weights).sum(-1, keepdim=True)
+        through.mul_(weights).mul_(torch.sigmoid(-picked))
         dlogits = torch.zeros_like(logits) if dlogits is None else dlogits
-        dlogits.scatter_add_(1, chosen, ds)
+        dlogits.scatter_add_(1, chosen, through)
     assert dlogits is not None, "the autograd formula passes dweights or dz"
-    dx = (dlogits @ w.to(dtype)).to(x.dtype) if needs[0] else None
-    dw = (dlogits.T @ x.to(dtype)).to(w.dtype) if needs[1] else None
+    dx = _product(dlogits, w).to(x.dtype) if needs[0] else None
+    dw = _product(dlogits.T, x).to(w.dtype) if needs[1] else None
     return dx, dw
 
 
@@ -209,7 +206,7 @@ def _run_forward(x, w, bias, top_k, save):
         (weights, indices, load, z, logits), launch = forward_launch(x, w, bias, top_k, save)
         launch.run(x)
         return weights, indices, load.sum(0), z.sum() / max(1, x.shape[0]), logits
-    with _true_float32(x):
+    with _aten.no_autocast(x):
         weights, indices, load, z, logits = _forward_torch(x, w, bias, top_k)
     return weights, indices, load, z, logits if save else logits.new_empty(0, w.shape[0])
 
@@ -224,7 +221,7 @@ def _run_backward(dweights, dz, x, w, logits, indices, needs):
             launch.run(x)
         dw = None if dw is None else dw.sum(0)
     else:
-        with _true_float32(x):
+        with _aten.no_autocast(x):
             dx, dw = _backward_torch(*args)
     return *_aten.view_as(shape, dx), dw
 

@@ -60,7 +60,7 @@ class TrainConfig:
         float, flag("fraction of steps spent decaying (wsd)"), FRACTION, MAY_CHANGE
     ] = 0.1
     min_lr: Annotated[
-        float, flag("final learning rate, as a fraction of lr"), FRACTION, MAY_CHANGE
+        float, flag("learning rate of the last step, as a fraction of lr"), FRACTION, MAY_CHANGE
     ] = 0.0
     weight_decay: Annotated[
         float, flag("AdamW weight decay, on matrices"), NOT_NEGATIVE, MAY_CHANGE

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deeploop.data.batches import IGNORE
+from deeploop.kernels._checks import check_reverse_mode
 
 CHUNK_BYTES = {"cpu": 2**26, "cuda": 2**28}
 
@@ -43,6 +44,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_loss: Tensor):
+        # The saved gradients are constants to autograd: their own derivative would be lost.
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise NotImplementedError(
+                "linear_cross_entropy: has no second derivative; "
+                "call backward() or torch.autograd.grad without create_graph=True"
+            )
         dn, dw = ctx.saved_tensors
         # Out of place: a saved tensor is never written, so retain_graph is safe. As a
         # vector grad_loss takes part in type promotion: 1/tokens rounded to bfloat16
@@ -74,8 +81,12 @@ def linear_cross_entropy(
 
     Returns:
         float32 scalar (float64 where n is): the sum over targets, so that the caller can weight by
-        tokens. Once differentiable.
+        tokens.
+
+    Raises:
+        NotImplementedError: for a second or a forward-mode derivative, or under torch.func.grad.
     """
+    check_reverse_mode("linear_cross_entropy", n, weight)
     rows = default_chunk_rows(n, weight) if chunk_rows is None else chunk_rows
     flat = n.reshape(-1, n.shape[-1])
     return _LinearCrossEntropy.apply(flat, weight, targets.reshape(-1), rows)

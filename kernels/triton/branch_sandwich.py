@@ -100,12 +100,45 @@ def branch_sandwich_backward_kernel(
             b_mean_2 = tl.sum(b_dnw * b_y2, axis=1)[:, None] / D
             b_total += b_r2 * (b_dnw - b_y2 * b_mean_2)
             b_dw_next += b_dn * b_y2
-        b_mean_1 = tl.sum(b_total * b_fw, axis=1)[:, None] * b_r1 / D
+        b_mean_1 = tl.sum(b_total * (b_fw * b_r1), axis=1)[:, None] / D
         b_dw_branch += _write(
             dh_ptr, df_ptr, base, o, m, scale, b_w_branch, b_f, b_total, b_r1, b_mean_1
         )
     store_sum(dw_branch_ptr, b_dw_branch, D, BLOCK)
     store_sum(dw_next_ptr, b_dw_next, D, BLOCK)
+
+
+@jit()
+def _means(
+    dh_new_ptr, dn_ptr, h_ptr, f_ptr, w_branch_ptr, w_next_ptr, base, b_r1, b_r2, n_chunks, scale,
+    D: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """m1 and m2 from one sweep over a row: three sums are enough, for T is linear in m2.
+
+    Sums are of normed values: where a mean square overflows they are 0, not infinite.
+    """
+    b_sum = tl.zeros((BLOCK,), tl.float32)
+    b_sum_h = tl.zeros((BLOCK,), tl.float32)
+    b_sum_n = tl.zeros((BLOCK,), tl.float32)
+    # As in post_sandwich: two chunks in flight, a bound known at run time only.
+    for pair in tl.range(0, n_chunks, 2, num_stages=STAGES):
+        for half in tl.static_range(2):
+            o = (pair + half) * BLOCK + tl.arange(0, BLOCK)
+            b_w_branch = load_or_one(w_branch_ptr, o, o < D)
+            b_f, b_fw, b_total = _read(f_ptr, dh_new_ptr, base, o, o < D, b_w_branch)
+            b_y1 = b_fw * b_r1
+            if dn_ptr is not None:
+                b_w_next = load_or_one(w_next_ptr, o, o < D)
+                b_h, b_dn, b_dnw = _read_norm(
+                    h_ptr, dn_ptr, base, o, o < D, b_fw, b_r1 * scale, b_w_next
+                )
+                b_y2 = b_h * b_r2
+                b_total += b_dnw * b_r2
+                b_sum_h += b_y2 * b_y1
+                b_sum_n += b_dnw * b_y2
+            b_sum += b_total * b_y1
+    b_mean_2 = tl.sum(b_sum_n) / D
+    return (tl.sum(b_sum) - b_r2 * b_mean_2 * tl.sum(b_sum_h)) / D, b_mean_2
 
 
 @jit(do_not_specialize=["n_rows", "n_chunks", "scale"])
@@ -131,26 +164,10 @@ def branch_sandwich_backward_wide_kernel(
         b_r2 = 0.0
         if dn_ptr is not None:
             b_r2 = tl.load(r2_ptr + row)
-        b_sum = b_zero
-        b_sum_h = b_zero
-        b_sum_n = b_zero
-        # As in post_sandwich: two chunks in flight, a bound known at run time only.
-        for pair in tl.range(0, n_chunks, 2, num_stages=STAGES):
-            for half in tl.static_range(2):
-                o = (pair + half) * BLOCK + o_tile
-                b_w_branch = load_or_one(w_branch_ptr, o, o < D)
-                b_f, b_fw, b_total = _read(f_ptr, dh_new_ptr, base, o, o < D, b_w_branch)
-                if dn_ptr is not None:
-                    b_w_next = load_or_one(w_next_ptr, o, o < D)
-                    b_h, b_dn, b_dnw = _read_norm(
-                        h_ptr, dn_ptr, base, o, o < D, b_fw, b_r1 * scale, b_w_next
-                    )
-                    b_total += b_dnw * b_r2
-                    b_sum_h += b_h * b_fw
-                    b_sum_n += b_dnw * b_h
-                b_sum += b_total * b_fw
-        b_mean_2 = tl.sum(b_sum_n) * b_r2 / D
-        b_mean_1 = (tl.sum(b_sum) - b_r2 * b_r2 * b_mean_2 * tl.sum(b_sum_h)) * b_r1 / D
+        b_mean_1, b_mean_2 = _means(
+            dh_new_ptr, dn_ptr, h_ptr, f_ptr, w_branch_ptr, w_next_ptr, base, b_r1, b_r2, n_chunks,
+            scale, D, BLOCK, STAGES,
+        )  # fmt: skip
         # A tuple has no item assignment: the next pair is built up and swapped in.
         next_branch = b_dw_branch[:0]
         next_next = b_dw_next[:0]

@@ -36,6 +36,21 @@ def _combine(
     return b_y
 
 
+@jit()
+def _normed(
+    routed_ptr, slots_ptr, weights_ptr, shared_ptr, base, o, o_col, m, o_slot, m_row, b_r1,
+    D: tl.constexpr, K: tl.constexpr, COMBINE: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """y1 = y * r1 of one tile; zeros unless COMBINE."""
+    b_y1 = tl.zeros_like(o).to(tl.float32)
+    if COMBINE:
+        b_y1 = b_r1 * _combine(
+            routed_ptr, slots_ptr, weights_ptr, shared_ptr, base, o, o_col, m, o_slot, m_row,
+            D, K, UNROLL,
+        )  # fmt: skip
+    return b_y1
+
+
 @jit(do_not_specialize=["n_rows", "scale", "eps"])
 def expert_combine_forward_kernel(
     h_ptr, routed_ptr, slots_ptr, weights_ptr, shared_ptr, w_branch_ptr, w_next_ptr, h_new_ptr,
@@ -125,12 +140,10 @@ def expert_combine_backward_kernel(
         o_slot = first * K + o_row[:, None] * K
         b_total, b_dn, b_dnw, b_h = _read(dh_new_ptr, dn_ptr, h_ptr, w_next_ptr, base, o, o_gain, m)
         b_r1 = load(r1_ptr + first, o_row, m_row)[:, None]
-        b_y1 = tl.zeros_like(b_h)
-        if COMBINE:
-            b_y1 = b_r1 * _combine(
-                routed_ptr, slots_ptr, weights_ptr, shared_ptr, base, o, o_gain, m, o_slot,
-                m_row[:, None], D, K, UNROLL,
-            )  # fmt: skip
+        b_y1 = _normed(
+            routed_ptr, slots_ptr, weights_ptr, shared_ptr, base, o, o_gain, m, o_slot,
+            m_row[:, None], b_r1, D, K, COMBINE, UNROLL,
+        )  # fmt: skip
         if dn_ptr is not None:
             b_r2 = load(r2_ptr + first, o_row, m_row)[:, None]
             b_y2 = b_r2 * (b_h + scale * _gained(b_y1, w_branch_ptr, o_gain, m))
@@ -161,17 +174,23 @@ def expert_combine_backward_kernel(
 
 
 @jit()
-def _means(
+def _row_sums(
     dh_new_ptr, dn_ptr, routed_ptr, slots_ptr, weights_ptr, shared_ptr, w_branch_ptr, w_next_ptr,
-    h_ptr, base, o_slot, m_row, b_r1, b_r2, n_chunks, scale,
+    h_ptr, r1_ptr, r2_ptr, row, base, o_slot, m_row, n_chunks, scale,
     D: tl.constexpr, K: tl.constexpr, COMBINE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """m1 and m2 from one sweep over a row: three sums are enough, for T is linear in m2.
+    """r1, r2, m1 and m2, from one sweep over a row: three sums are enough, for T is linear in m2.
 
-    m2 = r2 / d * sum(dn * w_next * h')
-    m1 = scale * r1 / d * (sum(y * w_branch * (dh' + r2 * dn * w_next))
-                           - r2^2 * m2 * sum(y * w_branch * h'))
+    m2 = sum(dn * w_next * y2) / d
+    m1 = scale / d * (sum(y1 * w_branch * (dh' + r2 * dn * w_next))
+                      - r2 * m2 * sum(y1 * w_branch * y2))
+
+    Sums are of normed values: where a mean square overflows they are 0, not infinite.
     """
+    b_r1 = tl.load(r1_ptr + row)
+    b_r2 = 0.0
+    if dn_ptr is not None:
+        b_r2 = tl.load(r2_ptr + row)
     b_sum_1 = tl.zeros((BLOCK,), tl.float32)
     b_sum_2 = tl.zeros((BLOCK,), tl.float32)
     b_sum_3 = tl.zeros((BLOCK,), tl.float32)
@@ -179,19 +198,18 @@ def _means(
         o = chunk * BLOCK + tl.arange(0, BLOCK)
         m = o < D
         b_dh, _, b_dnw, b_h = _read(dh_new_ptr, dn_ptr, h_ptr, w_next_ptr, base, o, o, m)
-        if COMBINE:
-            b_y = _combine(
-                routed_ptr, slots_ptr, weights_ptr, shared_ptr, base, o, o, m, o_slot, m_row,
-                D, K, 1,
-            )  # fmt: skip
-            b_y = _gained(b_y, w_branch_ptr, o, m)
-            b_h += scale * b_r1 * b_y
-            b_sum_2 += b_y * (b_dh + b_r2 * b_dnw)
-            b_sum_3 += b_y * b_h
-        b_sum_1 += b_dnw * b_h
-    b_mean_2 = tl.sum(b_sum_1) * b_r2 / D
-    b_mean_1 = tl.sum(b_sum_2) - b_r2 * b_r2 * b_mean_2 * tl.sum(b_sum_3)
-    return b_mean_1 * scale * b_r1 / D, b_mean_2
+        b_y1 = _normed(
+            routed_ptr, slots_ptr, weights_ptr, shared_ptr, base, o, o, m, o_slot, m_row, b_r1,
+            D, K, COMBINE, 1,
+        )  # fmt: skip
+        b_y1 = _gained(b_y1, w_branch_ptr, o, m)
+        b_y2 = (b_h + scale * b_y1) * b_r2
+        b_sum_1 += b_dnw * b_y2
+        b_sum_2 += b_y1 * (b_dh + b_r2 * b_dnw)
+        b_sum_3 += b_y1 * b_y2
+    b_mean_2 = tl.sum(b_sum_1) / D
+    b_mean_1 = tl.sum(b_sum_2) - b_r2 * b_mean_2 * tl.sum(b_sum_3)
+    return b_r1, b_r2, b_mean_1 * scale / D, b_mean_2
 
 
 @jit(do_not_specialize=["n_rows", "n_chunks", "scale"])
@@ -202,10 +220,7 @@ def expert_combine_backward_wide_kernel(
     D: tl.constexpr, K: tl.constexpr, BRANCH: tl.constexpr, COMBINE: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, CHUNKS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """A row in chunks, once for its sums, then for its gradients.
-
-    SPLITS programs share a row: each sums all of it and writes its own CHUNKS.
-    """
+    """A row in chunks; each of SPLITS programs sums all of it, and writes its own CHUNKS."""
     group = tl.program_id(0) // SPLITS
     split = tl.program_id(0) % SPLITS
     own = split * CHUNKS
@@ -218,13 +233,9 @@ def expert_combine_backward_wide_kernel(
         base = tl.cast(row, tl.int64) * D
         o_slot = tl.cast(row, tl.int64) * K
         m_row = row < n_rows
-        b_r1 = tl.load(r1_ptr + row)
-        b_r2 = 0.0
-        if dn_ptr is not None:
-            b_r2 = tl.load(r2_ptr + row)
-        b_mean_1, b_mean_2 = _means(
+        b_r1, b_r2, b_mean_1, b_mean_2 = _row_sums(
             dh_new_ptr, dn_ptr, routed_ptr, slots_ptr, weights_ptr, shared_ptr, w_branch_ptr,
-            w_next_ptr, h_ptr, base, o_slot, m_row, b_r1, b_r2, n_chunks, scale,
+            w_next_ptr, h_ptr, r1_ptr, r2_ptr, row, base, o_slot, m_row, n_chunks, scale,
             D, K, COMBINE, BLOCK,
         )  # fmt: skip
         b_dweights = tl.zeros((BLOCK_K,), tl.float32)
@@ -235,12 +246,10 @@ def expert_combine_backward_wide_kernel(
             o = (own + chunk) * BLOCK + o_tile
             m = o < D
             b_total, b_dn, b_dnw, b_h = _read(dh_new_ptr, dn_ptr, h_ptr, w_next_ptr, base, o, o, m)
-            b_y1 = b_zero
-            if COMBINE:
-                b_y1 = b_r1 * _combine(
-                    routed_ptr, slots_ptr, weights_ptr, shared_ptr, base, o, o, m, o_slot, m_row,
-                    D, K, 1,
-                )  # fmt: skip
+            b_y1 = _normed(
+                routed_ptr, slots_ptr, weights_ptr, shared_ptr, base, o, o, m, o_slot, m_row, b_r1,
+                D, K, COMBINE, 1,
+            )  # fmt: skip
             b_y2 = b_r2 * (b_h + scale * _gained(b_y1, w_branch_ptr, o, m))
             next_next += (b_dw_next[chunk] + b_dn * b_y2,)
             b_total += b_r2 * (b_dnw - b_y2 * b_mean_2)

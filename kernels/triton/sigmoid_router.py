@@ -60,10 +60,15 @@ def _exp(b_x):
 
 @jit()
 def _sigmoid(b_x):
-    """sigmoid(x) and its slope, each to a few units in the last place at both ends."""
+    """sigmoid(x), to a few units in the last place at both ends."""
     b_e = _exp(-tl.abs(b_x))
-    b_score = tl.div_rn(tl.where(b_x >= 0, 1.0, b_e), 1.0 + b_e)
-    return b_score, tl.div_rn(b_e, (1.0 + b_e) * (1.0 + b_e))
+    return tl.div_rn(tl.where(b_x >= 0, 1.0, b_e), 1.0 + b_e)
+
+
+@jit()
+def _scaled_score(b_x, b_largest):
+    """sigmoid(x) e^-largest, where largest is 0 or below and no less than x below 0."""
+    return tl.div_rn(_exp(tl.where(b_x < 0, b_x, 0.0) - b_largest), 1.0 + _exp(-tl.abs(b_x)))
 
 
 @jit()
@@ -91,7 +96,8 @@ def sigmoid_router_forward_kernel(
     BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     LOWEST: tl.constexpr = -0x80000000
-    first = tl.program_id(0).to(tl.int64) * ROWS
+    program = tl.program_id(0).to(tl.int64)
+    first = program * ROWS
     o_row = tl.arange(0, ROWS)
     o_e = tl.arange(0, BLOCK_E)
     m_row = (o_row < n_rows - first)[:, None]
@@ -110,52 +116,53 @@ def sigmoid_router_forward_kernel(
         tl.store(logits_ptr + first * E + o, b_logits, mask=m_row & m_e)
     b_lse, _ = _logsumexp(b_logits, m_e)
     b_lse = tl.where(o_row < n_rows - first, b_lse, 0.0)
-    tl.store(z_ptr + tl.program_id(0), tl.sum(b_lse * b_lse))
+    tl.store(z_ptr + program, tl.sum(b_lse * b_lse))
 
-    b_score, _ = _sigmoid(b_logits)
-    b_biased = b_score
+    b_biased = _sigmoid(b_logits)
     if bias_ptr is not None:
-        b_biased = b_score + tl.load(bias_ptr + o_e, mask=o_e < E, other=0.0)[None, :]
+        b_biased += tl.load(bias_ptr + o_e, mask=o_e < E, other=0.0)[None, :]
     b_key = _order(b_biased, m_e, LOWEST)
     o_k = tl.arange(0, BLOCK_K)[None, :]
-    b_weights = tl.zeros((ROWS, BLOCK_K), tl.float32)
+    b_picked = tl.full((ROWS, BLOCK_K), float("-inf"), tl.float32)
     b_indices = tl.zeros((ROWS, BLOCK_K), tl.int32)
     for slot in range(K):
         b_top = tl.max(b_key, axis=1)
         b_index = tl.min(tl.where(b_key == b_top[:, None], o_e[None, :], BLOCK_E), axis=1)
         m_top = o_e[None, :] == b_index[:, None]
-        b_one = tl.sum(tl.where(m_top, b_score, 0.0), axis=1)
+        b_one = tl.sum(tl.where(m_top, b_logits, 0.0), axis=1)
         b_key = tl.where(m_top, LOWEST, b_key)
-        b_weights = tl.where(o_k == slot, b_one[:, None], b_weights)
+        b_picked = tl.where(o_k == slot, b_one[:, None], b_picked)
         b_indices = tl.where(o_k == slot, b_index[:, None], b_indices)
+    b_largest = tl.minimum(tl.max(b_picked, axis=1), 0.0)[:, None]
+    b_weights = _scaled_score(b_picked, b_largest)  # of no expert: 0
     b_sum = tl.sum(b_weights, axis=1)
-    b_sum = tl.where(b_sum < 1e-9, 1e-9, b_sum)
     o = o_row[:, None] * K + o_k
     m = m_row & (o_k < K)
     tl.store(weights_ptr + first * K + o, tl.div_rn(b_weights, b_sum[:, None]), mask=m)
     tl.store(indices_ptr + first * K + o, b_indices, mask=m)
     b_load = tl.sum(((b_key == LOWEST) & m_row).to(tl.int32), axis=0)
-    tl.store(load_ptr + tl.program_id(0) * E + o_e, b_load, mask=o_e < E)
+    tl.store(load_ptr + program * E + o_e, b_load, mask=o_e < E)
 
 
 @jit()
 def _through_weights(dweights_ptr, indices_ptr, b_logits, o_row, o_e, m_row, K: tl.constexpr):
     """Compute the gradient of the logits through the combine weights."""
-    b_score, b_slope = _sigmoid(b_logits)
     b_dweights = tl.zeros_like(b_logits)
     m_chosen = tl.zeros(b_logits.shape, tl.int1)
     for slot in range(K):
-        b_index = tl.load(indices_ptr + o_row * K + slot, mask=m_row, other=-1)
+        b_index = tl.load(indices_ptr + o_row * K + slot, mask=m_row, other=0)
         b_one = tl.load(dweights_ptr + o_row * K + slot, mask=m_row, other=0.0)
         m = o_e[None, :] == b_index[:, None]
         m_chosen = m_chosen | m
         b_dweights = tl.where(m, b_one[:, None], b_dweights)
-    b_sum = tl.sum(tl.where(m_chosen, b_score, 0.0), axis=1)
-    b_clamped = tl.where(b_sum < 1e-9, 1e-9, b_sum)
-    b_shared = tl.sum(tl.where(m_chosen, b_dweights * b_score, 0.0), axis=1)
-    b_shared = tl.where(b_sum < 1e-9, 0.0, tl.div_rn(b_shared, b_clamped))
-    b_ds = tl.div_rn(b_dweights - b_shared[:, None], b_clamped[:, None])
-    return tl.where(m_chosen, b_ds * b_slope, 0.0)
+    b_largest = tl.max(tl.where(m_chosen, b_logits, -3e38), axis=1)[:, None]
+    b_largest = tl.minimum(b_largest, 0.0)
+    b_weights = _scaled_score(tl.where(m_chosen, b_logits, b_largest), b_largest)
+    b_sum = tl.sum(tl.where(m_chosen, b_weights, 0.0), axis=1)
+    b_weights = tl.div_rn(b_weights, b_sum[:, None])
+    b_shared = tl.sum(b_dweights * b_weights, axis=1)
+    b_through = b_weights * (b_dweights - b_shared[:, None]) * _sigmoid(-b_logits)
+    return tl.where(m_chosen, b_through, 0.0)
 
 
 @jit(do_not_specialize=["n_rows", "per_row"])
@@ -188,8 +195,7 @@ def sigmoid_router_backward_kernel(
             o_d = start + tl.arange(0, BLOCK_D)
             o_w = o_e[:, None] * D + o_d[None, :]
             b_w = tl.load(w_ptr + o_w, mask=(o_e < E)[:, None] & (o_d < D)[None, :], other=0.0)
-            b_dx = tl.zeros((ROWS, BLOCK_D), tl.float32)
-            b_dx = _dot(b_dlogits, b_w, b_dx, PRECISION)
+            b_dx = _dot(b_dlogits, b_w, tl.zeros((ROWS, BLOCK_D), tl.float32), PRECISION)
             o_x = o_row[:, None] * D + o_d[None, :]
             m_x = m_row[:, None] & (o_d < D)[None, :]
             tl.store(dx_ptr + first * D + o_x, b_dx.to(dx_ptr.dtype.element_ty), mask=m_x)

@@ -234,6 +234,24 @@ def compare(
         _close(f"{case} d{name}", g, e, tolerance)
 
 
+def compare_overflow(case: Case, n_rows: int, d: int, size: float) -> None:
+    """Compare an op on values near `size`, whose mean square overflows, with eager float32.
+
+    Where eager PyTorch gives a finite number the op must give the same one.
+    """
+    inputs = make_inputs(case, (n_rows, d), torch.float32)
+    gradients = make_gradients(case, inputs)
+    for name, x in zip(case.inputs, inputs, strict=True):
+        if not name.startswith("w_"):
+            x.copy_(size * (1 + x.clamp(-0.5, 0.5)))
+    actual, eager = (run(fn, inputs, gradients) for fn in (case.fused, case.reference))
+    names = [*(f"{name}'" for name in case.results), *(f"d{name}" for name in case.inputs)]
+    for name, a, e in zip(names, (*actual[0], *actual[1]), (*eager[0], *eager[1]), strict=True):
+        finite = e.isfinite()
+        assert finite.all() or size > 1e20, f"{name}: the test compares nothing"
+        _close(f"{case} {name} at {size}", a[finite], e[finite].double(), {"rtol": 1e-5, "atol": 1e-5})
+
+
 def _close(name: str, actual: Tensor, expected: Tensor, tolerance: dict[str, float]) -> None:
     torch.testing.assert_close(
         actual.double(), expected, **tolerance, msg=lambda text: f"{name}: {text}"

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deeploop.kernels import expert_combine, reference
+
 EPS = 1e-3
 
 
@@ -32,7 +34,7 @@ def dense_router(x: Tensor, w: Tensor, bias: Tensor | None, top_k: int) -> tuple
         steered = (score.detach() + (0 if bias is None else bias)).tolist()
         ranking = sorted(range(len(steered)), key=lambda e: (-steered[e], e))[:top_k]
         chosen = torch.stack([score[e] for e in ranking])
-        weights.append(chosen / max(chosen.sum(), torch.tensor(1e-9)))
+        weights.append(chosen / chosen.sum())
         indices.append(ranking)
         squares.append(torch.log(torch.exp(logits - logits.max()).sum()) + logits.max())
     load = torch.zeros(w.shape[0], dtype=torch.int64)
@@ -96,6 +98,30 @@ def compare_router(
         torch.testing.assert_close(
             actual[i].double(), expected[i], **close, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+# Logits of four experts, three of them chosen: scores down to e^-200, e^-1e30 and up to 1.
+TINY_SCORES = [
+    (-25.0, -25.0, -25.0, -25.0), (-200.0, -201.0, -200.5, -203.0), (200.0, 200.0, 200.0, 200.0),
+    (-1e30, -1e30, -1e30, -1e30), (-25.0, -200.0, 200.0, -24.0), (-30.0, -31.0, -95.0, -600.0),
+]  # fmt: skip
+
+
+def check_tiny_scores(router: Any, logits: Sequence[float]) -> None:
+    """Compare a router in float32 on given logits with a softmax over log scores in float64."""
+    exact = torch.tensor([logits], dtype=torch.float64, requires_grad=True)
+    x = torch.ones(1, 1, requires_grad=True)
+    w = torch.tensor(logits)[:, None].requires_grad_()
+    weights, indices, _, _ = router(x, w, None, 3)
+    torch.testing.assert_close(weights.sum(), torch.ones(()))
+    log_scores = torch.nn.functional.logsigmoid(exact).gather(1, indices.long())
+    expected = log_scores.softmax(-1)
+    torch.testing.assert_close(weights.double(), expected, rtol=1e-5, atol=1e-7)
+    pull = torch.tensor([[1.0, -2.0, 0.5]])
+    weights.backward(pull)
+    expected.backward(pull.double())
+    dw = exact.grad[0]  # w is the logits, as x is 1
+    torch.testing.assert_close(w.grad[:, 0].double(), dw, rtol=1e-5, atol=1e-7)
 
 
 # ---------------------------------------------------------------------------
@@ -203,3 +229,15 @@ def compare_combine(
         bare = torch.ones(len(routed), dtype=torch.bool)
         bare[inputs[2][inputs[2] >= 0].long()] = False
         assert not actual[3][bare].any()
+
+
+def compare_combine_overflow(d: int) -> None:
+    """Compare the combine on values near 1e19, whose mean square overflows, with eager float32."""
+    inputs = combine_inputs(3, d, 2)
+    for i in (0, 1, 4):
+        inputs[i] = 1e19 * (1 + inputs[i].clamp(-0.5, 0.5))
+    gradients = [torch.randn(3, d), torch.randn(3, d)]
+    actual = run_combine(expert_combine, inputs, gradients)
+    eager = run_combine(reference.expert_combine, inputs, gradients)
+    for a, e in zip(actual, eager, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-5)

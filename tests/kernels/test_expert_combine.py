@@ -11,7 +11,14 @@ from deeploop.kernels import expert_combine, reference
 from deeploop.utils.errors import InputError
 from tests.helpers.kernel_cases import LAYOUTS
 from tests.helpers.kernel_modules import operator
-from tests.helpers.moe_cases import EPS, FLOATS, combine_inputs, compare_combine, run_combine
+from tests.helpers.moe_cases import (
+    EPS,
+    FLOATS,
+    combine_inputs,
+    compare_combine,
+    compare_combine_overflow,
+    run_combine,
+)
 
 TOLERANCE = {
     torch.float64: {"rtol": 1e-10, "atol": 1e-10},
@@ -89,6 +96,10 @@ def test_weights_of_dropped_slots_do_not_matter_and_zero_weights_may_be_kept():
     gradients = [torch.randn(5, 6), torch.randn(5, 6)]
     results = run_combine(expert_combine, inputs, gradients)
     assert all(t.isfinite().all() for t in results)
+
+
+def test_overflow_is_that_of_eager():
+    compare_combine_overflow(24)
 
 
 def test_is_branch_sandwich_of_the_sum():

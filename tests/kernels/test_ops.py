@@ -16,6 +16,7 @@ from tests.helpers.kernel_cases import (
     LAYOUTS,
     chosen,
     compare,
+    compare_overflow,
     double,
     every_subset,
     make_gradients,
@@ -58,6 +59,12 @@ def test_matches_reference(case, dtype):
 def test_another_eps(case, eps):
     inputs = make_inputs(case, (5, 7), torch.float64)
     compare(case, inputs, make_gradients(case, inputs), eps=eps, **EXACT)
+
+
+@every_case
+@pytest.mark.parametrize("size", [1e19, 1e30])
+def test_overflow_is_that_of_eager(case, size):
+    compare_overflow(case, 3, 12, size)
 
 
 @every_case

@@ -1,6 +1,8 @@
 """The router on CPU: choice, values and gradients against float64, and the contract."""
 
 import itertools
+import threading
+import time
 
 import pytest
 import torch
@@ -9,7 +11,14 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from deeploop.kernels import reference, sigmoid_router
 from deeploop.utils.errors import InputError
 from tests.helpers.kernel_modules import operator
-from tests.helpers.moe_cases import compare_router, dense_router, router_inputs, run_router
+from tests.helpers.moe_cases import (
+    TINY_SCORES,
+    check_tiny_scores,
+    compare_router,
+    dense_router,
+    router_inputs,
+    run_router,
+)
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
@@ -138,6 +147,24 @@ def test_huge_logits_stay_finite(size):
     assert all(t.isfinite().all() for t in (weights, z, x.grad, w.grad))
 
 
+ROUTERS = [sigmoid_router, reference.sigmoid_router]
+
+
+@pytest.mark.parametrize("router", ROUTERS, ids=["op", "reference"])
+@pytest.mark.parametrize("logits", TINY_SCORES, ids=str)
+def test_weights_add_up_to_one_for_any_finite_logits(router, logits):
+    """Also where every chosen score is too small for a float32."""
+    check_tiny_scores(router, logits)
+
+
+@pytest.mark.parametrize("router", ROUTERS, ids=["op", "reference"])
+@pytest.mark.parametrize("size", [-25.0, -200.0])
+def test_gradcheck_of_tiny_scores(router, size):
+    x = torch.full((2, 1), size, dtype=torch.float64, requires_grad=True)
+    w = torch.tensor([[1.0], [1.01], [0.99], [1.02]], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x, w: router(x, w, None, 3)[0], [x, w])
+
+
 # ---------------------------------------------------------------------------
 # float32 whatever the process does
 
@@ -162,6 +189,31 @@ def test_fast_matrix_products_do_not_reach_the_router(precision):
     finally:
         torch.set_float32_matmul_precision("highest")
     assert all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True))
+
+
+def test_the_precision_of_other_threads_is_left_alone():
+    """The switch belongs to the process: no thread may see it move during a call."""
+    x, w, bias = router_inputs(512, 256, 64)
+    x.requires_grad_()
+    switch, seen = torch.backends.mkldnn.matmul, set()
+
+    def route():
+        for _ in range(10):
+            weights, _, _, z = sigmoid_router(x, w, bias, 6)
+            (weights.square().sum() + z).backward()
+
+    before = switch.fp32_precision
+    try:
+        torch.set_float32_matmul_precision("medium")
+        thread = threading.Thread(target=route)
+        thread.start()
+        while thread.is_alive():
+            seen.add(switch.fp32_precision)
+            time.sleep(0)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        switch.fp32_precision = before
+    assert seen == {"bf16"}
 
 
 def test_three_bfloat16_parts_hold_a_float32():

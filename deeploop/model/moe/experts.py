@@ -43,6 +43,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deeploop.kernels._aten import no_autocast, packed
+from deeploop.kernels._checks import check_reverse_mode
 from deeploop.kernels._op import Saved, define, fake_gradients
 from deeploop.utils.device import computes_in_bf16
 from deeploop.utils.errors import InputError
@@ -53,6 +54,7 @@ def grouped_mm(
 ) -> Tensor:
     """Compute every expert's output rows, [S, d]; shapes are in the module's docstring."""
     check_strides(x.shape[1], down.shape[2], x.dtype, x.device)
+    check_reverse_mode("grouped_mm", x, gate_up, down)
     save = torch.is_grad_enabled() and any(t.requires_grad for t in (x, gate_up, down))
     return _forward(x, gate_up, down, token, inverse, ends, save)[0]
 

@@ -6,7 +6,12 @@ import pytest
 import torch
 
 from deeploop.kernels import expert_combine
-from tests.helpers.moe_cases import combine_inputs, compare_combine, run_combine
+from tests.helpers.moe_cases import (
+    combine_inputs,
+    compare_combine,
+    compare_combine_overflow,
+    run_combine,
+)
 
 pytestmark = pytest.mark.usefixtures("launches")
 TOLERANCE = {
@@ -32,6 +37,12 @@ def test_low_precision(dtype, d):
 @pytest.mark.parametrize("d", [24, 2050])
 def test_another_eps(d):
     compare_combine(expert_combine, combine_inputs(3, d, 2), eps=0.5, **TOLERANCE[torch.float32])
+
+
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
+@pytest.mark.parametrize("d", [24, 2050])
+def test_overflow_is_that_of_eager(d):
+    compare_combine_overflow(d)
 
 
 def test_many_tokens():

@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from tests.helpers.kernel_cases import FULL, Case, compare, make_gradients, make_inputs
+from tests.helpers.kernel_cases import (
+    FULL,
+    Case,
+    compare,
+    compare_overflow,
+    make_gradients,
+    make_inputs,
+)
 
 pytestmark = pytest.mark.usefixtures("launches")
 every_op = pytest.mark.parametrize("case", FULL, ids=str)
@@ -62,6 +69,13 @@ def test_another_eps(case, d):
     inputs = make_inputs(case, (3, d), torch.float32)
     gradients = make_gradients(case, inputs)
     compare(case, inputs, gradients, eps=0.5, **TOLERANCE[torch.float32])
+
+
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
+@every_op
+@pytest.mark.parametrize("d", [96, 4096])
+def test_overflow_is_that_of_eager(case, d):
+    compare_overflow(case, 2, d, 1e19)
 
 
 def test_float64_takes_the_exact_path(launches):
