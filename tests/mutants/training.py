@@ -190,9 +190,9 @@ MUTANTS = [
     Mutant(
         "old_decay_comes_back",
         "A resumed run has the checkpoint's decay and betas, not those it was given",
-        "deeploop/runs/checkpoint.py",
-        "group |= setting",
-        "pass",
+        "deeploop/runs/tensors.py",
+        "for group, rate in zip(mine, rates, strict=True)]",
+        'for group, rate in zip(saved["param_groups"], rates, strict=True)]',
         "runs/test_checkpoint.py::test_decay_and_betas_are_the_optimizers_own",
     ),
     Mutant(
