@@ -61,7 +61,6 @@ def run(arguments: list[str]) -> int:
     if parsed.print_config:
         print(parsed.config.to_json(), end="")
         return 0
-    from deeploop.analyze.plan.fits import check_memory
     from deeploop.runs import checkpoint
     from deeploop.train.setup import describe, open_run
     from deeploop.utils.distributed import init_distributed
@@ -69,8 +68,7 @@ def run(arguments: list[str]) -> int:
     ckpt = None if parsed.resume is None else checkpoint.find(parsed.resume)
     with init_distributed() as ranks:
         console = Console(quiet=not ranks.is_main)
-        check = check_memory if ranks.world == 1 else None
-        trainer = on_every_rank(ranks, lambda: open_run(parsed.config, console, ckpt, ranks, check))
+        trainer = on_every_rank(ranks, lambda: open_run(parsed.config, console, ckpt, ranks))
         if trainer is None:
             return 2
         for line in describe(trainer):

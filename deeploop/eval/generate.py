@@ -9,6 +9,7 @@ from torch import Tensor
 from deeploop.config.fields import MAX_INT, MAX_SEED
 from deeploop.data.tokenizer import Tokenizer, load_tokenizer
 from deeploop.model.looplm import LoopLM
+from deeploop.model.memory import check_generation
 from deeploop.runs import checkpoint
 from deeploop.runs.folder import read_corpus_file
 from deeploop.utils.device import pick_device
@@ -16,20 +17,20 @@ from deeploop.utils.disk import user_path
 from deeploop.utils.errors import InputError
 
 
-def load_run(path: str, device: str = "cpu") -> tuple[LoopLM, checkpoint.Checkpoint]:
-    """Load the model of a run's folder or of a checkpoint, in eval mode; return both."""
-    ckpt = checkpoint.find(path)
-    model = LoopLM(ckpt.config.model)
-    checkpoint.load_weights(ckpt, model)
-    return model.to(device).eval(), ckpt
-
-
 def load(run: str, device: str = "cpu") -> LoopLM:
     """Load the model of a run's folder or of a checkpoint, in eval mode.
 
-    Raises InputError where there is none, or its files are damaged.
+    Raises InputError where there is none, its files are damaged, or memory cannot hold it.
     """
-    return load_run(run, device)[0]
+    return load_model(checkpoint.find(run), pick_device(device))
+
+
+def load_model(ckpt: checkpoint.Checkpoint, device: torch.device) -> LoopLM:
+    """Load the model of a checkpoint, in eval mode; raises what `load` does."""
+    check_generation(ckpt.config.model, device)
+    model = LoopLM(ckpt.config.model)
+    checkpoint.load_weights(ckpt, model)
+    return model.to(device).eval()
 
 
 def load_run_tokenizer(folder: Path) -> Tokenizer:
@@ -75,7 +76,7 @@ def sample(
     """
     if prompt.shape[1] < 1:
         raise InputError("prompt: is empty; give at least one token")
-    window = model.config.seq_len
+    window = min(model.config.seq_len, prompt.shape[1] + new_tokens)
     draw = torch.Generator(prompt.device).manual_seed(seed)
     tokens, fresh = prompt, prompt[:, -window:]
     cache = model.new_cache(prompt.shape[0], window, loops)
@@ -138,14 +139,16 @@ def generate(
             raise InputError(f"{name}={value}: must lie between {least} and {most}")
     prompt = _read_prompt(prompt)
     torch_device = pick_device(device)
-    model, ckpt = load_run(run, str(torch_device))
+    ckpt = checkpoint.find(run)
+    m = ckpt.config.model
     tokenizer = load_run_tokenizer(ckpt.run)
     ids = tokenizer.encode(prompt)
-    if ids and max(ids) >= model.config.vocab_size:
+    if ids and max(ids) >= m.vocab_size:
         raise InputError(
-            f"prompt: token {max(ids)} is outside the model's vocabulary of "
-            f"{model.config.vocab_size}"
+            f"prompt: token {max(ids)} is outside the model's vocabulary of {m.vocab_size}"
         )
+    check_generation(m, torch_device, num_samples, min(m.seq_len, len(ids) + tokens), loops)
+    model = load_model(ckpt, torch_device)
     start = torch.tensor([ids], dtype=torch.long, device=torch_device).repeat(num_samples, 1)
     out = sample(
         model,

@@ -4,7 +4,6 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,6 +16,7 @@ from deeploop.config.model import RESIDUALS
 from deeploop.data.corpus import Corpus, load_corpus
 from deeploop.data.ngrams import ngram_bits
 from deeploop.model.looplm import count_parameters
+from deeploop.model.memory import check_training
 from deeploop.model.moe.experts import check_strides
 from deeploop.model.residual import residual_rule
 from deeploop.runs import checkpoint
@@ -34,13 +34,23 @@ from deeploop.utils.distributed import Ranks, local_rank
 from deeploop.utils.errors import InputError
 
 
-def resolve(config: Config, corpus: Corpus, ranks: Ranks) -> Config:
-    """Fill in the device, precision and vocabulary that the configuration leaves open."""
+def rank_device(config: Config, ranks: Ranks) -> torch.device:
+    """Return the device of this rank; raises InputError where the machine does not have it."""
     device = pick_device(config.train.device)
     if ranks.world > 1 and device.type == "cuda":
-        device = torch.device(
-            "cuda", local_rank()
-        )  # not the device that a resumed run's main rank had
+        return torch.device("cuda", local_rank())  # not that of a resumed run's main rank
+    return device
+
+
+def check_memory(config: Config, ranks: Ranks) -> None:
+    """Refuse a step whose part on this rank cannot fit in memory; raises InputError."""
+    sequences = len(ranks.local_rows(config.train.batch_size))
+    check_training(config, rank_device(config, ranks), sequences)
+
+
+def resolve(config: Config, corpus: Corpus, ranks: Ranks) -> Config:
+    """Fill in the device, precision and vocabulary that the configuration leaves open."""
+    device = rank_device(config, ranks)
     precision = config.train.precision
     if precision == "auto":
         precision = "bf16" if computes_in_bf16(device) else "fp32"
@@ -218,7 +228,6 @@ def open_run(
     console: Console,
     ckpt: checkpoint.Checkpoint | None = None,
     ranks: Ranks = Ranks(),  # noqa: B008
-    check: Callable[[Config], None] | None = None,
 ) -> Trainer:
     """Load the corpus, build or restore the model, make or enter the run's folder.
 
@@ -230,12 +239,11 @@ def open_run(
         console: receives the progress.
         ckpt: a checkpoint to go on from.
         ranks: processes that train together.
-        check: raises InputError for a resolved configuration that must not start.
     """
+    check_memory(config, ranks)
     corpus = open_corpus(config)
     config = resolve(config, corpus, ranks)
-    if check is not None:
-        check(config)
+    check_memory(config, ranks)  # the vocabulary is now known
     if ckpt is not None:
         check_same(config, ckpt)
         check_same_corpus(corpus, ckpt)

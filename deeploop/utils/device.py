@@ -1,7 +1,6 @@
 """Choose the device of a run, its precision, and measure the memory it took."""
 
 import contextlib
-import os
 import platform
 import resource
 import sys
@@ -72,8 +71,3 @@ def autocast(device: torch.device, precision: str) -> contextlib.AbstractContext
     """
     enabled = precision == "bf16"
     return torch.autocast(device.type, torch.bfloat16, enabled=enabled, cache_enabled=False)
-
-
-def host_memory() -> int:
-    """Return this machine's memory in bytes."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -25,12 +25,13 @@ from deeploop.config.fields import MAX_SEED
 from deeploop.data.batches import train_batch, windows_per_epoch
 from deeploop.data.corpus import Corpus
 from deeploop.model.looplm import LoopLM
+from deeploop.model.memory import check_diagnosis
 from deeploop.runs import checkpoint
 from deeploop.runs.folder import choose_run_folder
 from deeploop.train.optim import adamw
 from deeploop.train.setup import check_same, check_same_corpus, read_corpus, resolve
 from deeploop.utils.console import print_whole, say
-from deeploop.utils.device import device_name
+from deeploop.utils.device import device_name, pick_device
 from deeploop.utils.disk import disk_errors, user_path, write_json
 from deeploop.utils.distributed import Ranks
 from deeploop.utils.errors import Diverged, InputError
@@ -67,12 +68,15 @@ def diagnose(
             raise InputError(f"{name}={value}: must be at least {least}")
     if not 0 <= draw <= MAX_SEED:
         raise InputError(f"draw={draw}: must be from 0 to {MAX_SEED}")
+    device = pick_device(config.train.device)
+    check_diagnosis(config, device, 1)
     corpus = read_corpus(config)
     for ckpt in ckpts:
         check_same(config, ckpt)
         check_same_corpus(corpus, ckpt)
     config = float32_config(config, corpus)
     batch = draw_batch(corpus, config, batch_size, probes, draw)
+    check_diagnosis(config, device, len(batch.tokens))
     folder = choose_folder(config, ckpts)
     readings = []
     with output_folder(folder):

@@ -81,11 +81,14 @@ def open_profile(config: Config, steps: Steps, console: Console, ranks: Ranks) -
     for name, count in steps._asdict().items():
         if count < 1:
             raise InputError(f"{name}={count}: must be at least 1 step")
+    # The learning rate is a function of the number of steps.
+    config = config.replace("train", steps=steps.total)
+    setup.check_memory(config, ranks)
     corpus = setup.open_corpus(config) if config.data.path else random_corpus(config)
     config = setup.resolve(config, corpus, ranks)
+    setup.check_memory(config, ranks)  # the vocabulary is now known
     name = config.train.out or f"profiles/{config.preset}-{time.strftime('%Y%m%d-%H%M%S')}"
-    # The learning rate is a function of the number of steps.
-    config = config.replace("train", steps=steps.total, out=name)
+    config = config.replace("train", out=name)
     folder = choose_run_folder(config) if ranks.is_main else Path(name)
     trainer = Trainer(config, corpus, {}, folder, console, ranks)
     if ranks.is_main:
