@@ -6,10 +6,10 @@ Each verb is a module of this package with `run(arguments)`, imported when it is
 
 import importlib
 import io
-import os
 import sys
 
 from deeploop import __version__
+from deeploop.cli.ranks import is_main_process
 from deeploop.utils.errors import Diverged, InputError
 
 VERBS = ("train", "generate", "data", "profile", "diagnose", "plan")
@@ -39,26 +39,40 @@ def main(arguments: list[str] | None = None) -> int:
     if verb == "--version":
         print(__version__)
         return 0
+    from deeploop.utils.console import DroppingStream, say_error  # which imports rich
+
     if verb not in VERBS:
-        print(f"deeploop {verb}: no such verb; use {', '.join(VERBS)}", file=sys.stderr)
+        say_error(f"deeploop {verb}: no such verb; use {', '.join(VERBS)}")
         return 2
     try:
-        return importlib.import_module(f"deeploop.cli.{verb}").run(rest)
+        code, reason = run_verb(verb, rest)
+    finally:
+        if sys.stdout is not None:  # else Python exits with 120 where its own flush fails
+            DroppingStream(sys.stdout).flush()
+    if reason:
+        say_error(f"deeploop {verb}: {' '.join(reason.split())}")
+    return code
+
+
+def run_verb(verb: str, arguments: list[str]) -> tuple[int, str]:
+    """Run a verb; returns the exit code and the sentence that says why it failed, or ""."""
+    try:
+        code: int = importlib.import_module(f"deeploop.cli.{verb}").run(arguments)
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except BrokenPipeError:  # the reader of the output has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        return 141, ""
     except KeyboardInterrupt:
-        code, reason = 130, "interrupted"
+        return 130, "interrupted" if is_main_process() else ""
     except Diverged as error:
-        code, reason = 1, str(error)
+        return 1, str(error)
     except (InputError, OSError) as error:
-        code, reason = 2, str(error)
+        return 2, str(error)
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
             raise
-        code, reason = 2, f"{error}; lower train.micro_batch, model.seq_len or the model's size"
-    print(f"deeploop {verb}: {' '.join(reason.split())}", file=sys.stderr)
-    return code
+        return 2, f"{error}; lower train.micro_batch, model.seq_len or the model's size"
+    return code, ""
 
 
 def out_of_memory(error: Exception) -> bool:

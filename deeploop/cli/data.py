@@ -6,6 +6,7 @@ from typing import Annotated
 import tyro
 
 from deeploop.cli.parse import parse
+from deeploop.utils.console import open_console, say
 
 
 @dataclasses.dataclass
@@ -36,9 +37,10 @@ def run(arguments: list[str]) -> int:
 
     meta = prepare(**dataclasses.asdict(parsed))
     tokens = meta["tokens"]
-    print(
+    say(
+        open_console(),
         f"{parsed.out}: {len(meta['shards'])} shards, {tokens['train']:,} training and "
         f"{tokens['val']:,} held-out tokens of a vocabulary of {meta['vocab_size']:,}; "
-        f"go on with: deeploop train --data {parsed.out}"
+        f"go on with: deeploop train --data {parsed.out}",
     )
     return 0

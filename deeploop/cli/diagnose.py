@@ -5,11 +5,11 @@ import os
 from typing import Annotated
 
 import tyro
-from rich.console import Console
 
 from deeploop.cli.parse import first_word, named_preset, parse
 from deeploop.config import Config
 from deeploop.config.presets import SUMMARY, presets
+from deeploop.utils.console import open_console
 from deeploop.utils.errors import InputError
 
 
@@ -43,7 +43,8 @@ def run(arguments: list[str]) -> int:
         "size of the next update: for a preset at initialisation, or for a run at initialisation "
         "and at each checkpoint that it has (train.keep 0 keeps all; train.save-every says how "
         "often). diagnose.json and diagnose.png go to the run's folder or to --out, over those of "
-        f"an earlier diagnosis; without RUN and --out to runs/PRESET-TIME. Presets: {SUMMARY}.",
+        "an earlier diagnosis; without RUN and --out to runs/PRESET-RULE-TIME. "
+        f"Presets: {SUMMARY}.",
     )
     from deeploop.analyze.diagnose.diagnose import checkpoints, diagnose
 
@@ -52,7 +53,7 @@ def run(arguments: list[str]) -> int:
     diagnose(
         parsed.config,
         [] if run_path is None else checkpoints(run_path),
-        Console(),
+        open_console(),
         probes=parsed.probes,
         batch_size=parsed.batch_size,
         draw=parsed.draw,

@@ -31,7 +31,8 @@ def run(arguments: list[str]) -> int:
         description="Continue a text with a trained model.",
     )
     from deeploop.eval.generate import generate
+    from deeploop.utils.console import print_generated
 
     for text in generate(**dataclasses.asdict(parsed)):
-        print(text)
+        print_generated(text)
     return 0

@@ -4,13 +4,13 @@ import dataclasses
 from typing import Annotated
 
 import tyro
-from rich.console import Console
 
 from deeploop.cli.parse import first_word, named_preset, parse
-from deeploop.cli.ranks import on_every_rank
+from deeploop.cli.ranks import on_every_rank, one_speaks, refuse_together
 from deeploop.config import Config
 from deeploop.config.presets import SUMMARY
-from deeploop.utils.console import say
+from deeploop.utils.console import open_console, say
+from deeploop.utils.errors import InputError
 
 
 @dataclasses.dataclass
@@ -21,32 +21,38 @@ class ProfileArguments:
 
 
 def run(arguments: list[str]) -> int:
-    name, rest = first_word(arguments)
-    base = named_preset(name).replace("train", steps=5)
-    parsed = parse(
-        ProfileArguments,
-        args=rest,
-        default=ProfileArguments(base),
-        prog="deeploop profile [PRESET]",
-        description="Time training steps, then split a traced one by component. --steps: how many "
-        "are timed; --out: the folder, profiles/PRESET-TIME by default; tokens are random unless "
-        f"--data names a corpus. Presets: {SUMMARY}.",
-    )
+    try:
+        parsed = parse_profile(arguments)
+    except InputError as error:
+        refuse_together(error)
     from deeploop.analyze.profile import profile
     from deeploop.train import setup
     from deeploop.utils.distributed import init_distributed
 
     steps = profile.Steps(parsed.warmup, parsed.config.train.steps, parsed.traced)
-    with init_distributed() as ranks:
-        console = Console(quiet=not ranks.is_main)
+    with init_distributed() as ranks, one_speaks(ranks):
+        console = open_console(quiet=not ranks.is_main)
         trainer = on_every_rank(
             ranks, lambda: profile.open_profile(parsed.config, steps, console, ranks)
         )
-        if trainer is None:
-            return 2
         for line in setup.describe(trainer):
-            say(console, line)
+            say(console, line, indent=9)
         figures = profile.profile(trainer, steps)
     if ranks.is_main:
         profile.report(figures, trainer.folder, console)
     return 0
+
+
+def parse_profile(arguments: list[str]) -> ProfileArguments:
+    """Read PRESET, overrides and the numbers of steps."""
+    name, rest = first_word(arguments)
+    base = named_preset(name).replace("train", steps=5)
+    return parse(
+        ProfileArguments,
+        args=rest,
+        default=ProfileArguments(base),
+        prog="deeploop profile [PRESET]",
+        description="Time training steps, then split a traced one by component. --steps: how many "
+        "are timed; --out: the folder, profiles/PRESET-RULE-TIME by default; tokens are random "
+        f"unless --data names a corpus. Presets: {SUMMARY}.",
+    )

@@ -92,15 +92,18 @@ class TrainConfig:
         int, flag("steps between validations; 0: only at the end"), NOT_NEGATIVE, MAY_CHANGE
     ] = 100
     eval_tokens: Annotated[
-        int, flag("held-out tokens per validation; 0 means all"), NOT_NEGATIVE, MAY_CHANGE
-    ] = 0
+        int,
+        flag("held-out tokens per validation, from the first one on; 0: the whole held-out text"),
+        NOT_NEGATIVE,
+        MAY_CHANGE,
+    ] = 2**20
     save_every: Annotated[
         int, flag("steps between checkpoints; 0: only at the end"), NOT_NEGATIVE, MAY_CHANGE
     ] = 100
     keep: Annotated[
         int, flag("checkpoints kept, newest first; 0 means all"), NOT_NEGATIVE, MAY_CHANGE
     ] = 2
-    out: Annotated[str, flag("run folder; empty: runs/PRESET-TIME", "--out"), MAY_CHANGE] = ""
+    out: Annotated[str, flag("run folder; empty: runs/PRESET-RULE-TIME", "--out"), MAY_CHANGE] = ""
 
 
 def check_train(m: "ModelConfig", t: TrainConfig) -> None:

@@ -14,7 +14,7 @@ from deeploop.runs import checkpoint
 from deeploop.runs.folder import read_corpus_file
 from deeploop.utils.device import pick_device
 from deeploop.utils.disk import user_path
-from deeploop.utils.errors import InputError
+from deeploop.utils.errors import Diverged, InputError
 
 
 def load(run: str, device: str = "cpu") -> LoopLM:
@@ -73,6 +73,7 @@ def sample(
 
     Raises:
         InputError: the prompt is empty, or loops < 1.
+        Diverged: the model's output is not finite.
     """
     if prompt.shape[1] < 1:
         raise InputError("prompt: is empty; give at least one token")
@@ -95,13 +96,22 @@ def sample(
 
 
 def _pick(logits: Tensor, temperature: float, top_k: int, draw: torch.Generator) -> Tensor:
-    """Draw one token per row: logits [B, vocab] -> int64 [B, 1]."""
+    """Draw one token per row: logits [B, vocab] -> int64 [B, 1].
+
+    Raises Diverged where a logit is NaN, or the largest is infinite: from those nothing is drawn.
+    """
+    largest = logits.max(-1, keepdim=True).values
+    if not bool(largest.isfinite().all()):
+        raise Diverged(
+            "the model's output is not finite, so no token can be drawn; use an earlier "
+            "checkpoint, or a number of loops nearer to that of training"
+        )
     if temperature < torch.finfo(torch.float32).tiny:  # 0, or rounded to it in float32
         return logits.argmax(-1, keepdim=True)
     if 0 < top_k < logits.shape[-1]:
         floor = logits.topk(top_k).values[:, -1:]
         logits = logits.masked_fill(logits < floor, -torch.inf)
-    shifted = logits - logits.max(-1, keepdim=True).values  # so that no temperature overflows
+    shifted = logits - largest  # so that no temperature overflows
     return torch.multinomial((shifted / temperature).softmax(-1), 1, generator=draw)
 
 

@@ -4,6 +4,7 @@ README.md beside this file lists the other files of a run.
 """
 
 import contextlib
+import itertools
 import json
 import time
 from collections.abc import Iterator
@@ -16,14 +17,52 @@ from deeploop.utils.disk import disk_errors, exclusive, user_path, write_json, w
 from deeploop.utils.errors import InputError
 
 
-def choose_run_folder(config: Config) -> Path:
-    """Return the folder of a new run, not created yet; raises InputError if it is not empty."""
-    name = config.train.out or f"runs/{config.preset}-{time.strftime('%Y%m%d-%H%M%S')}"
+def choose_run_folder(config: Config, parent: str = "runs") -> Path:
+    """Return the folder of a new run, not created yet; raises InputError if it is not empty.
+
+    Without `train.out` it is PARENT/PRESET-RULE-TIME, which `claim_folder` makes unique.
+    """
+    name = config.train.out or f"{parent}/{default_name(config)}"
     folder = user_path(name, "train.out")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if config.train.out and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         onward = f", or go on with --resume {name}" if any(folder.glob("checkpoints/*")) else ""
         raise InputError(f"train.out={name!r}: already exists; choose another folder{onward}")
     return folder
+
+
+def default_name(config: Config) -> str:
+    """Return PRESET-RULE-TIME, without the residual rule where the preset's name has it."""
+    rule = "" if config.model.residual in config.preset else f"-{config.model.residual}"
+    return f"{config.preset}{rule}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def claim_folder(folder: Path) -> Path:
+    """Create a folder that no other process has, under a name that the user did not choose.
+
+    Returns:
+        `folder`, or where that exists, the first of `folder`-2, `folder`-3 and so on that does not.
+    """
+    with creating(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        mine = folder
+        for number in itertools.count(2):
+            try:
+                mine.mkdir()
+                break
+            except FileExistsError:
+                mine = folder.with_name(f"{folder.name}-{number}")
+    return mine
+
+
+@contextlib.contextmanager
+def creating(folder: Path) -> Iterator[None]:
+    """Raise InputError, naming train.out, where a folder cannot be created."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(
+            f"train.out={str(folder)!r}: cannot be created ({error.strerror})"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -33,12 +72,8 @@ def lock_run_folder(folder: Path, new: bool) -> Iterator[None]:
     Raises InputError where it cannot be created, another process writes to it, or it
     should be `new` and is not empty.
     """
-    try:
+    with creating(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"train.out={str(folder)!r}: cannot be created ({error.strerror})"
-        ) from error
     with exclusive(folder, wait=False) as locked:
         if locked is False or (new and any(folder.iterdir())):
             raise InputError(

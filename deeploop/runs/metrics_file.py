@@ -6,6 +6,7 @@ from typing import Any
 
 from deeploop.utils.disk import disk_errors, write_text
 from deeploop.utils.errors import InputError
+from deeploop.utils.strict_json import to_json
 
 
 class MetricsFile:
@@ -20,14 +21,14 @@ class MetricsFile:
         if not write:
             return
         past = [line for line in self.read() if line["step"] <= start]
-        write_text(self.path, "".join(json.dumps(line) + "\n" for line in past))
+        write_text(self.path, "".join(to_json(line) + "\n" for line in past))
 
     def write(self, **values: Any) -> None:
-        """Append a line of figures; `step` must be among them."""
+        """Append a line of figures, null where one is not finite; `step` must be among them."""
         if not self.enabled:
             return
         with disk_errors(str(self.path)), self.path.open("a") as file:
-            file.write(json.dumps(values) + "\n")
+            file.write(to_json(values) + "\n")
 
     def read(self) -> list[dict[str, Any]]:
         """Return every complete line: a killed process or a full disk may leave half a last one.

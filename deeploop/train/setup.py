@@ -22,6 +22,7 @@ from deeploop.model.residual import residual_rule
 from deeploop.runs import checkpoint
 from deeploop.runs.folder import (
     choose_run_folder,
+    claim_folder,
     corpus_identity,
     lock_run_folder,
     read_corpus_file,
@@ -265,6 +266,8 @@ def open_run(
 
 def lock_run(trainer: Trainer, new: bool) -> None:
     """Lock the run's folder and write its first files; remove a new folder on failure."""
+    if new and not trainer.config.train.out:
+        trainer.folder = claim_folder(trainer.folder)
     trainer.lock.enter_context(lock_run_folder(trainer.folder, new))
     try:
         write_run_files(trainer.folder, trainer.config, trainer.corpus, trainer.floors)

@@ -1,7 +1,6 @@
 """Check paths that a user gives, lock folders, and write files completely or not at all."""
 
 import errno
-import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from deeploop.utils.errors import InputError
+from deeploop.utils.strict_json import to_json
 
 
 def user_path(name: str, field: str) -> Path:
@@ -108,8 +108,8 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file completely, or leave it as it was."""
-    write_text(path, json.dumps(value, indent=2) + "\n")
+    """Write a JSON file completely, or leave it as it was; numbers not finite become null."""
+    write_text(path, to_json(value, indent=2) + "\n")
 
 
 def _umask() -> int:

@@ -61,9 +61,14 @@ class Ranks(NamedTuple):
         """Return True on every rank if `flag` is true on at least one; does not wait for a GPU."""
         if self.world == 1:
             return flag
-        largest = torch.tensor(int(flag))
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-        return bool(largest)
+        return self.first_rank(flag) is not None
+
+    def first_rank(self, flag: bool) -> int | None:
+        """Return the lowest rank where `flag` is true, the same on every rank; None without one."""
+        first = torch.tensor(self.rank if flag else self.world)
+        if self.world > 1:
+            dist.all_reduce(first, dist.ReduceOp.MIN)
+        return int(first) if first < self.world else None
 
 
 def buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:

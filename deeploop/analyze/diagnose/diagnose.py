@@ -27,7 +27,7 @@ from deeploop.data.corpus import Corpus
 from deeploop.model.looplm import LoopLM
 from deeploop.model.memory import check_diagnosis
 from deeploop.runs import checkpoint
-from deeploop.runs.folder import choose_run_folder
+from deeploop.runs.folder import choose_run_folder, claim_folder
 from deeploop.train.optim import adamw
 from deeploop.train.setup import check_same, check_same_corpus, read_corpus, resolve
 from deeploop.utils.console import print_whole, say
@@ -77,9 +77,9 @@ def diagnose(
     config = float32_config(config, corpus)
     batch = draw_batch(corpus, config, batch_size, probes, draw)
     check_diagnosis(config, device, len(batch.tokens))
-    folder = choose_folder(config, ckpts)
     readings = []
-    with output_folder(folder):
+    chosen_here = not config.train.out and not ckpts
+    with output_folder(choose_folder(config, ckpts), chosen_here) as folder:
         for line in describe(config, batch):
             say(console, line)
         for step, model, optimizer in states(config, ckpts):
@@ -100,14 +100,19 @@ def choose_folder(config: Config, ckpts: list[checkpoint.Checkpoint]) -> Path:
 
 
 @contextlib.contextmanager
-def output_folder(folder: Path) -> Iterator[None]:
-    """Create the folder and check that it is writable; on failure remove it if it was new."""
-    new = not folder.exists()
+def output_folder(folder: Path, unique: bool) -> Iterator[Path]:
+    """Create the folder and check that it is writable; on failure remove it if it was new.
+
+    Yields its path: with `unique`, that of a folder that did not exist, NAME-2 for NAME.
+    """
+    new = unique or not folder.exists()
     try:
         with disk_errors(f"folder {folder}"):
+            if unique:
+                folder = claim_folder(folder)
             folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
-        yield
+        yield folder
     except BaseException:
         if new:
             with contextlib.suppress(OSError):

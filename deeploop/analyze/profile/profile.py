@@ -44,7 +44,7 @@ from deeploop.data.corpus import Corpus
 from deeploop.data.stream import ArraySegment, TokenStream
 from deeploop.data.tokenizer import load_tokenizer
 from deeploop.model.flops import flops_per_token
-from deeploop.runs.folder import choose_run_folder, lock_run_folder
+from deeploop.runs.folder import choose_run_folder, claim_folder, lock_run_folder
 from deeploop.train import setup
 from deeploop.train.trainer import Trainer
 from deeploop.utils.console import print_whole, say
@@ -87,12 +87,12 @@ def open_profile(config: Config, steps: Steps, console: Console, ranks: Ranks) -
     corpus = setup.open_corpus(config) if config.data.path else random_corpus(config)
     config = setup.resolve(config, corpus, ranks)
     setup.check_memory(config, ranks)  # the vocabulary is now known
-    name = config.train.out or f"profiles/{config.preset}-{time.strftime('%Y%m%d-%H%M%S')}"
-    config = config.replace("train", out=name)
-    folder = choose_run_folder(config) if ranks.is_main else Path(name)
+    folder = choose_run_folder(config, "profiles") if ranks.is_main else Path(config.train.out)
     trainer = Trainer(config, corpus, {}, folder, console, ranks)
     if ranks.is_main:
-        trainer.lock.enter_context(new_folder(folder))
+        if not config.train.out:
+            trainer.folder = claim_folder(folder)
+        trainer.lock.enter_context(new_folder(trainer.folder))
     return trainer
 
 
