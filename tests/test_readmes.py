@@ -78,7 +78,7 @@ def shortened(words):
     if words[0] == "profile":
         words += ["--train.batch-size", "2"]
     if words[0] == "diagnose":
-        words += ["--batch-size", "2"] if "--batch-size" not in words else []
+        words += ["--sequences", "2"] if "--sequences" not in words else []
     return words
 
 

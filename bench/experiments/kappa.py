@@ -90,7 +90,7 @@ def measure(config: Config) -> Result:
             raise KeyboardInterrupt
     if not diagnosis.exists():
         saved = checkpoints(str(folder))
-        diagnose(saved[-1].config, saved, quiet, batch_size=64)
+        diagnose(saved[-1].config, saved, quiet, sequences=64)
     content = json.loads(diagnosis.read_text())
     fields = ("n_layers", "sequences", "seq_len", "probes", "torch")
     return {key: content[key] for key in fields} | {

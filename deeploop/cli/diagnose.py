@@ -6,9 +6,9 @@ from typing import Annotated
 
 import tyro
 
-from deeploop.cli.parse import first_word, named_preset, parse
+from deeploop.cli.parse import first_word, named_config, parse, refuse_flag
 from deeploop.config import Config
-from deeploop.config.presets import SUMMARY, presets
+from deeploop.config.presets import SUMMARY
 from deeploop.utils.console import open_console
 from deeploop.utils.errors import InputError
 
@@ -17,23 +17,16 @@ from deeploop.utils.errors import InputError
 class DiagnoseArguments:
     config: Annotated[Config, tyro.conf.arg(name="")]
     probes: Annotated[int, tyro.conf.arg(help="random probes of the Jacobian, a backward each")] = 4
-    batch_size: Annotated[int, tyro.conf.arg(help="sequences; 0: the run's micro-batch")] = 0
+    sequences: Annotated[
+        int, tyro.conf.arg(help="held-out sequences; 0: the run's micro-batch")
+    ] = 0
     draw: Annotated[int, tyro.conf.arg(help="seed of the held-out sequences and the probes")] = 0
 
 
 def run(arguments: list[str]) -> int:
     name, rest = first_word(arguments)
-    run_path = None if name in presets() else name
-    if run_path is None:
-        base = named_preset(name)
-    else:
-        from deeploop.runs.checkpoint import find
-
-        if not os.path.exists(os.path.expanduser(run_path)):
-            raise InputError(
-                f"{run_path!r}: neither a run's folder or checkpoint nor a preset ({SUMMARY})"
-            )
-        base = find(run_path).config.replace("train", out="", device="auto")
+    refuse_flag(rest, "--batch-size", "a diagnosis takes --sequences")
+    base, run_path = named_config(name)
     parsed = parse(
         DiagnoseArguments,
         args=rest,
@@ -55,7 +48,7 @@ def run(arguments: list[str]) -> int:
         [] if run_path is None else checkpoints(run_path),
         open_console(),
         probes=parsed.probes,
-        batch_size=parsed.batch_size,
+        sequences=parsed.sequences,
         draw=parsed.draw,
     )
     return 0

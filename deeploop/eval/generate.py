@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ def load(run: str, device: str = "cpu") -> LoopLM:
 
     Raises InputError where there is none, its files are damaged, or memory cannot hold it.
     """
-    return load_model(checkpoint.find(run), pick_device(device))
+    return load_model(checkpoint.find(run), pick_device(device, "device"))
 
 
 def load_model(ckpt: checkpoint.Checkpoint, device: torch.device) -> LoopLM:
@@ -115,6 +116,15 @@ def _pick(logits: Tensor, temperature: float, top_k: int, draw: torch.Generator)
     return torch.multinomial((shifted / temperature).softmax(-1), 1, generator=draw)
 
 
+class Continuations(NamedTuple):
+    """Texts that begin with a prompt, and their sizes in tokens."""
+
+    texts: list[str]
+    prompt: int
+    longest: int  # of the longest text, with the prompt
+    window: int  # the most that the model reads at once
+
+
 def generate(
     run: str,
     prompt: str,
@@ -130,12 +140,30 @@ def generate(
 
     Args:
         run: a run's folder or a checkpoint.
-        prompt: text, or FILE:path to read it from a file.
+        prompt: text, or FILE:path to read it from a file. Of a prompt longer than the model's
+            seq_len only the end is read.
         loops: loops to run; 0 runs those of training.
 
     The others are those of `sample`. Raises InputError for an empty prompt, a token the
-    model has no embedding for, or numbers out of range.
+    model has no embedding for, numbers out of range, or more than memory can hold.
     """
+    return continue_prompt(
+        run, prompt, tokens, temperature, top_k, num_samples, loops, seed, device
+    ).texts
+
+
+def continue_prompt(
+    run: str,
+    prompt: str,
+    tokens: int,
+    temperature: float,
+    top_k: int,
+    num_samples: int,
+    loops: int,
+    seed: int,
+    device: str,
+) -> Continuations:
+    """Return the texts of `generate`, with their sizes."""
     limits = {
         "tokens": (tokens, 1, MAX_INT),
         "num_samples": (num_samples, 1, MAX_INT),
@@ -148,7 +176,7 @@ def generate(
         if not least <= value <= most:
             raise InputError(f"{name}={value}: must lie between {least} and {most}")
     prompt = _read_prompt(prompt)
-    torch_device = pick_device(device)
+    torch_device = pick_device(device, "device")
     ckpt = checkpoint.find(run)
     m = ckpt.config.model
     tokenizer = load_run_tokenizer(ckpt.run)
@@ -161,19 +189,14 @@ def generate(
     model = load_model(ckpt, torch_device)
     start = torch.tensor([ids], dtype=torch.long, device=torch_device).repeat(num_samples, 1)
     out = sample(
-        model,
-        start,
-        tokens,
-        temperature=temperature,
-        top_k=top_k,
-        loops=loops or None,
-        seed=seed,
+        model, start, tokens, temperature=temperature, top_k=top_k, loops=loops or None, seed=seed,
         stop=tokenizer.eot,
-    )
+    )  # fmt: skip
     rows = out.tolist()
     if tokenizer.eot is not None:
         rows = [cut_after_stop(row, len(ids), tokenizer.eot) for row in rows]
-    return [tokenizer.decode(row) for row in rows]
+    texts = [tokenizer.decode(row) for row in rows]
+    return Continuations(texts, len(ids), max(map(len, rows)), m.seq_len)
 
 
 def _read_prompt(prompt: str) -> str:

@@ -156,7 +156,7 @@ def check_diagnosis(config: Config, device: torch.device, sequences: int) -> Non
         device,
         f"model.d_model={m.d_model}, model.n_layers={m.n_layers}, model.loops={m.loops}, "
         f"model.seq_len={m.seq_len}, {sequences} sequences: a diagnosis",
-        "give a smaller --batch-size or a smaller model",
+        "give fewer --sequences or a smaller model",
     )
 
 

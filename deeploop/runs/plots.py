@@ -36,7 +36,7 @@ def loss(metrics: list[dict[str, Any]], floors: dict[str, float], path: Path) ->
 
 
 def training_curve(
-    axes: Any, metrics: list[dict[str, Any]], label: str, colour: str = "C0"
+    axes: Any, metrics: list[dict[str, Any]], label: str, colour: Any = "C0"
 ) -> None:
     """Plot the training loss by step: its mean over a tenth of the run, and faintly itself."""
     points = [(m["step"], m["loss"]) for m in metrics if "loss" in m]
@@ -49,7 +49,7 @@ def training_curve(
     axes.plot(steps, smoothed(losses, reach), color=colour, label=label)
 
 
-def held_out_curve(axes: Any, metrics: list[dict[str, Any]], label: str, colour: str) -> None:
+def held_out_curve(axes: Any, metrics: list[dict[str, Any]], label: str, colour: Any) -> None:
     """Plot the held-out loss by step, a dot for each validation."""
     points = [(m["step"], m["val_loss"]) for m in metrics if "val_loss" in m]
     if points:

@@ -96,7 +96,7 @@ def test_what_cannot_fit_is_refused_from_python_and_nothing_is_written(
     for refused, named in (
         (lambda: deeploop.Trainer.open(new), "train.batch_size=400"),
         (lambda: open_profile(new, Steps(1, 1, 1), quiet, Ranks()), "train.batch_size=400"),
-        (lambda: diagnose(new, [], quiet, batch_size=60), "60 sequences"),
+        (lambda: diagnose(new, [], quiet, sequences=60), "60 sequences"),
         (lambda: deeploop.generate(run, "line", num_samples=4000, **text), "num_samples=4000"),
         (lambda: deeploop.generate(run, "line", loops=10000, **text), "loops=10000"),
     ):

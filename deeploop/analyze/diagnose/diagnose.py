@@ -43,7 +43,7 @@ def diagnose(
     console: Console,
     *,
     probes: int = 4,
-    batch_size: int = 0,
+    sequences: int = 0,
     draw: int = 0,
 ) -> list[dict[str, Any]]:
     """Diagnose a preset at initialisation, or a run's checkpoints; writes the results.
@@ -53,7 +53,7 @@ def diagnose(
         ckpts: the run's checkpoints; none for a preset.
         console: prints the table.
         probes: random probes of the Jacobian, a backward each.
-        batch_size: held-out sequences; 0: the run's micro-batch, or all if they are fewer.
+        sequences: held-out ones; 0: the run's micro-batch, or all if they are fewer.
         draw: seed of the sequences and the probes.
 
     Returns:
@@ -63,7 +63,7 @@ def diagnose(
         InputError: the input cannot be diagnosed; raised before anything is computed.
         Diverged: a figure is not finite; nothing is written.
     """
-    for name, value, least in (("probes", probes, 1), ("batch_size", batch_size, 0)):
+    for name, value, least in (("probes", probes, 1), ("sequences", sequences, 0)):
         if value < least:
             raise InputError(f"{name}={value}: must be at least {least}")
     if not 0 <= draw <= MAX_SEED:
@@ -75,7 +75,7 @@ def diagnose(
         check_same(config, ckpt)
         check_same_corpus(corpus, ckpt)
     config = float32_config(config, corpus)
-    batch = draw_batch(corpus, config, batch_size, probes, draw)
+    batch = draw_batch(corpus, config, sequences, probes, draw)
     check_diagnosis(config, device, len(batch.tokens))
     readings = []
     chosen_here = not config.train.out and not ckpts
@@ -163,7 +163,7 @@ def draw_batch(corpus: Corpus, config: Config, size: int, probes: int, seed: int
     most = windows_per_epoch(len(corpus.val), length)
     if size > most:
         raise InputError(
-            f"batch_size={size}: the held-out text has {most} sequences of {length} tokens; "
+            f"sequences={size}: the held-out text has {most} sequences of {length} tokens; "
             "give at most that"
         )
     size = size or min(t.micro_batch or t.batch_size, most)
