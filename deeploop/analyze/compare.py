@@ -104,7 +104,7 @@ def number(value: float | None, form: str) -> str:
 
 
 def draw(runs: Sequence[Run], out: str) -> Path:
-    """Draw the losses of the runs by step, held-out losses with dots; returns the file's path."""
+    """Draw the losses of the runs by step, held-out losses dashed; returns the file's path."""
     from matplotlib import colormaps  # slow to import
     from matplotlib.figure import Figure
 
@@ -117,8 +117,8 @@ def draw(runs: Sequence[Run], out: str) -> Path:
     for i, run in enumerate(runs):
         colour = f"C{i}" if len(runs) <= 10 else colormaps["viridis"](i / (len(runs) - 1))
         training_curve(axes, run.metrics, printable(run.name).replace("$", r"\$"), colour)
-        held_out_curve(axes, run.metrics, "", colour)
-    axes.set_title("training loss; with dots: held-out loss")
+        held_out_curve(axes, run.metrics, "", colour, line="--")
+    axes.set_title("training loss; dashed: held-out loss")
     axes.set_xlabel("step")
     integer_ticks(axes.xaxis)
     axes.set_ylabel("cross-entropy, nats per token")

@@ -2,14 +2,16 @@
 
 import dataclasses
 import os
+import time
 from typing import Annotated
 
 import tyro
 
+from deeploop.cli.duration import since
 from deeploop.cli.parse import first_word, named_config, parse, refuse_flag
 from deeploop.config import Config
 from deeploop.config.presets import SUMMARY
-from deeploop.utils.console import open_console
+from deeploop.utils.console import open_console, say
 from deeploop.utils.errors import InputError
 
 
@@ -43,12 +45,14 @@ def run(arguments: list[str]) -> int:
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("WORLD_SIZE is over 1: a diagnosis takes one process; leave torchrun out")
+    console, began = open_console(), time.perf_counter()
     diagnose(
         parsed.config,
         [] if run_path is None else checkpoints(run_path),
-        open_console(),
+        console,
         probes=parsed.probes,
         sequences=parsed.sequences,
         draw=parsed.draw,
     )
+    say(console, f"took     {since(began)}")
     return 0

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import tyro
 
+from deeploop.cli.duration import since
 from deeploop.cli.parse import parse
 
 
@@ -38,7 +39,7 @@ def run(arguments: list[str]) -> int:
 
     began = time.perf_counter()
     made = continue_prompt(**dataclasses.asdict(parsed))
-    seconds = time.perf_counter() - began
+    duration = since(began)
     for i, text in enumerate(made.texts):
         if len(made.texts) > 1:
             print(f"--- sample {i + 1} of {len(made.texts)} ---")
@@ -51,5 +52,5 @@ def run(arguments: list[str]) -> int:
             "(its seq_len)"
         )
     tokens = f"up to {made.longest - made.prompt:,} tokens"
-    say_error(f"took     {seconds:.1f} s, {tokens} a sample")
+    say_error(f"took     {duration}, {tokens} a sample")
     return 0

@@ -4,10 +4,12 @@ import argparse
 import dataclasses
 import math
 import signal
+import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from deeploop.cli.duration import since
 from deeploop.cli.parse import first_word, named_preset, parse
 from deeploop.cli.ranks import is_main_process, on_every_rank, one_speaks, refuse_together
 from deeploop.config import Config
@@ -62,6 +64,7 @@ def parse_train(arguments: list[str]) -> TrainArguments:
 
 
 def run(arguments: list[str]) -> int:
+    began = time.perf_counter()
     try:
         parsed = parse_train(arguments)
     except InputError as error:
@@ -88,11 +91,11 @@ def run(arguments: list[str]) -> int:
             say(console, f"already at step {trainer.done}; give more --steps to go on")
         summary = trainer.fit()
     if ranks.is_main:
-        report(summary, trainer, console)
+        report(summary, trainer, console, since(began))
     return 128 + signal.Signals[summary["stopped_by"]] if "stopped_by" in summary else 0
 
 
-def report(summary: dict[str, Any], trainer: "Trainer", console: "Console") -> None:
+def report(summary: dict[str, Any], trainer: "Trainer", console: "Console", duration: str) -> None:
     """Print the last lines: held-out loss beside that of n-gram counts, speed, and a sample."""
     if "stopped_by" in summary:
         # On standard error: after Ctrl-C the reader of a pipe has gone, too.
@@ -114,4 +117,4 @@ def report(summary: dict[str, Any], trainer: "Trainer", console: "Console") -> N
     say(console, f"held out {held_out} (counts alone: {floors})", indent=INDENT)
     rate = summary["tokens_per_second"]
     speed = f"{rate:,.0f} tokens/s, " if rate else ""
-    say(console, f"took     {speed}{summary['peak_memory_gib']:.2f} GiB peak")
+    say(console, f"took     {duration}, {speed}{summary['peak_memory_gib']:.2f} GiB peak")

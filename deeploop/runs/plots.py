@@ -49,11 +49,13 @@ def training_curve(
     axes.plot(steps, smoothed(losses, reach), color=colour, label=label)
 
 
-def held_out_curve(axes: Any, metrics: list[dict[str, Any]], label: str, colour: Any) -> None:
+def held_out_curve(
+    axes: Any, metrics: list[dict[str, Any]], label: str, colour: Any, line: str = "-"
+) -> None:
     """Plot the held-out loss by step, a dot for each validation."""
     points = [(m["step"], m["val_loss"]) for m in metrics if "val_loss" in m]
     if points:
-        axes.plot(*zip(*points, strict=True), marker=".", color=colour, label=label)
+        axes.plot(*zip(*points, strict=True), marker=".", linestyle=line, color=colour, label=label)
 
 
 def smoothed(values: Sequence[float], reach: int) -> list[float]:

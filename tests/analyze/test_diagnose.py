@@ -50,7 +50,13 @@ def test_a_run_is_diagnosed_at_initialisation_and_at_each_checkpoint(trained, ca
     before = files(trained.folder)
     assert main(["diagnose", str(trained.folder), "--probes", "2"]) == 0
     said = capsys.readouterr().out
-    for word in ("full backprop", "GiB", "kappa", "diagnose.png", "1 attention"):
+    for word in (
+        "full backprop",
+        "iB (counted)",
+        "kappa of directions",
+        "diagnose.png",
+        "1 attention",
+    ):
         assert word in said
     results = json.loads((trained.folder / "diagnose.json").read_text())
     assert (results["loops"], results["sequences"], results["probes"]) == (2, 4, 2)

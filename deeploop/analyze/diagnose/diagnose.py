@@ -35,6 +35,7 @@ from deeploop.utils.device import device_name, pick_device
 from deeploop.utils.disk import disk_errors, user_path, write_json
 from deeploop.utils.distributed import Ranks
 from deeploop.utils.errors import Diverged, InputError
+from deeploop.utils.memory import in_bytes
 
 
 def diagnose(
@@ -185,14 +186,14 @@ def describe(config: Config, batch: Batch) -> list[str]:
     """Return lines with the model, the batch and the cost of the diagnosis."""
     m, t = config.model, config.train
     sequences, length = batch.tokens.shape
-    gib = peak_bytes(config, sequences) / 2**30
+    peak = in_bytes(peak_bytes(config, sequences))
     trained = "" if t.backprop == "full" else f" (the run trains under {t.backprop})"
     return [
         f"model    {config.preset}: {m.residual}, {m.n_layers} blocks x {m.loops} loops, width "
         f"{m.d_model}",
         f"batch    {sequences} x {length} held-out tokens; gradients: full backprop, "
         f"float32{trained}",
-        f"cost     {1 + batch.probes} backwards and 2 forwards a checkpoint, {gib:.2f} GiB "
+        f"cost     {1 + batch.probes} backwards and 2 forwards a checkpoint, {peak} "
         f"(counted) on {device_name(batch.tokens.device)}",
     ]
 
@@ -208,11 +209,14 @@ def peak_bytes(config: Config, sequences: int) -> int:
 
 def table(readings: list[dict[str, Any]]) -> Table:
     """Make a table with a row for each state."""
-    rows = Table(box=None, padding=(0, 1, 0, 0))
-    names = ("step", "loss", "kappa", "gamma", "p", "direct.", "cosine", "rms", "moved", "/bound")
+    rows = Table(box=None, padding=(0, 2, 0, 0))
+    names = (
+        "step", "loss", "kappa", "gamma", "p", "kappa of directions", "cosine", "RMS", "change",
+        "change / bound",
+    )  # fmt: skip
     for name in names:
         rows.add_column(name, justify="right", no_wrap=True)
-    rows.add_column("largest at", no_wrap=True)
+    rows.add_column("sublayer of the largest kappa", no_wrap=True)
     for r in readings:
         values = (
             r["kappa"], r["gamma"], r["p"], r["kappa_directional"], r["cosine"], r["rms"][-1][-1],
