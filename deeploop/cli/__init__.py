@@ -36,7 +36,7 @@ HELP = f"""deeploop {__version__}: train looped Transformers on fused kernels
   deeploop plan [PRESET|RUN] [options]  predict memory, time and hours of a run
   deeploop presets                      list the named configurations
   deeploop compare RUN...               compare runs in one table and one picture
-  deeploop completion bash|zsh|tcsh     print a script that completes options in a shell
+  deeploop completion bash|zsh|fish     print a script that completes options in a shell
 
 Each takes --help."""
 

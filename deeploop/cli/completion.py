@@ -19,7 +19,7 @@ OPTIONS = {
 
 @dataclasses.dataclass
 class CompletionArguments:
-    shell: tyro.conf.Positional[Literal["bash", "zsh", "tcsh"]]
+    shell: tyro.conf.Positional[Literal["bash", "zsh", "fish"]]
 
 
 def run(arguments: list[str]) -> int:

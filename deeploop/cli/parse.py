@@ -6,6 +6,7 @@ import io
 import itertools
 import os
 import re
+import textwrap
 from typing import Any, TypeVar
 
 import tyro
@@ -54,21 +55,23 @@ def parse(kind: type[T], **options: Any) -> T:
 def read_box(box: str) -> tuple[str, list[str]]:
     """Return the reason in the box that tyro prints, and its suggestions, a line each.
 
-    The box has a title in its upper edge, then sections between rules: the error, similar options
-    (each indented by four columns, its help by eight), and a pointer to the help.
+    Below a title the box has sections between rules: the error, similar options (each indented
+    by four columns, its help by eight), and a pointer to the help. Where the terminal has no
+    lines to draw, the rules are dashes and the box has no sides.
     """
     plain = re.sub(r"\x1b\[[\d;]*m", "", box).strip().partition("\n")[2]
-    inside = [re.sub(r"^\u2502 ?|\s*\u2502?$", "", line) for line in plain.splitlines()]
+    inside = re.sub(r"(?m)^\u2502|\u2502 *$", " ", plain)
     reason: list[str] = []
     suggestions: list[str] = []
-    for section in re.split(r"\n *[\u2500-\u257f-]{4,} *(?=\n|$)", "\n".join(inside)):
+    for section in re.split(r"(?m)^[ \u2500-\u257f-]{4,}$", inside):
         if section.strip().startswith("Perhaps you meant"):
+            section = textwrap.dedent(section)
             _, *similar = re.split(r"\n {4}(?=-)", section)
             suggestions = [" ".join(option.split()) for option in similar]
         else:
             reason += section.split()
     words = re.split(r" (?:Argument helptext|For full helptext)", " ".join(reason))[0]
-    return re.sub(r"[\u2500-\u257f]", " ", words).strip().rstrip("."), suggestions
+    return words.strip().rstrip("."), suggestions
 
 
 def refuse_late_preset(reason: str, arguments: list[str]) -> None:

@@ -33,7 +33,7 @@ def test_train_resume_generate(capsys, tmp_path, corpus_file):
         assert word in said
     code, said, _ = run(capsys, "train", "--resume", out, "--steps", "6")
     assert code == 0 and "step      6/6" in said
-    assert re.search(r"took     [\d.]+ s, .* tokens/s, ", said)
+    assert re.search(r"took     [\d.]+ s, .*GiB peak", said)
     code, said, notes = run(capsys, "generate", out, "--prompt", "the quick", "--tokens", "8")
     assert code == 0 and said.startswith("the quick")
     assert re.fullmatch(r"took     [\d.]+ s, up to 8 tokens a sample\n", notes)

@@ -20,7 +20,7 @@ def test_every_verb_has_options_to_complete():
     assert tuple(OPTIONS) == VERBS
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_each_shell_has_a_script(shell, capsys):
     said = script(capsys, shell)
     assert "deeploop" in said and "batch-size" in said
