@@ -299,3 +299,13 @@ def test_missing_preset_error_is_an_input_error():
 def test_a_flag_of_an_older_version_names_todays(old, new, capsys):
     assert main(["train", old, "2"]) == 2
     assert f"{old}: is now {new}" in capsys.readouterr().err
+
+
+def test_a_profile_is_silent_on_standard_error(tmp_path):
+    """torch's profiler writes to the process's standard error, past Python."""
+    command = [sys.executable, "-m", "deeploop.cli", "profile", *TINY, "--out", tmp_path / "p"]
+    command += ["--steps", "1", "--warmup", "1"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == ""
+    assert re.search(r"\ntook     [\d.]+ s\n", done.stdout)
