@@ -39,7 +39,7 @@ def training_curve(
     axes: Any, metrics: list[dict[str, Any]], label: str, colour: Any = "C0"
 ) -> None:
     """Plot the training loss by step: its mean over a tenth of the run, and faintly itself."""
-    points = [(m["step"], m["loss"]) for m in metrics if "loss" in m]
+    points = [(m["step"], m["loss"]) for m in metrics if m.get("loss") is not None]
     if not points:
         return
     steps, losses = zip(*points, strict=True)
@@ -53,7 +53,7 @@ def held_out_curve(
     axes: Any, metrics: list[dict[str, Any]], label: str, colour: Any, line: str = "-"
 ) -> None:
     """Plot the held-out loss by step, a dot for each validation."""
-    points = [(m["step"], m["val_loss"]) for m in metrics if "val_loss" in m]
+    points = [(m["step"], m["val_loss"]) for m in metrics if m.get("val_loss") is not None]
     if points:
         axes.plot(*zip(*points, strict=True), marker=".", linestyle=line, color=colour, label=label)
 

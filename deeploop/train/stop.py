@@ -13,7 +13,9 @@ PATIENCE = 2.0  # seconds after a signal before a second SIGINT means it
 
 @contextlib.contextmanager
 def stop_signals(task: str, announce: bool = True) -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM, and say at the first one that it was heard.
+    """Collect SIGINT, SIGTERM and SIGHUP, and say at the first one that it was heard.
+
+    SIGHUP says that the terminal was closed; where it is ignored, as under nohup, it stays so.
 
     A second SIGINT raises KeyboardInterrupt, but not one within 2 seconds of the first:
     torchrun sends its ranks a SIGINT, then a SIGTERM, and timeout sends both to both.
@@ -45,7 +47,10 @@ def stop_signals(task: str, announce: bool = True) -> Iterator[list[int]]:
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
-    before = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM)}
+    wanted = [signal.SIGINT, signal.SIGTERM]
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        wanted.append(signal.SIGHUP)
+    before = {s: signal.signal(s, note) for s in wanted}
     try:
         yield received
     finally:

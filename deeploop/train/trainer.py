@@ -132,7 +132,8 @@ class Trainer:
             self.speed.stop()
             if ended:
                 self.save()
-        return (self.stopped or [signal.SIGTERM])[0] if ended else None
+        complete = self.validated[0] == t.steps  # a signal came after the last validation
+        return (self.stopped or [signal.SIGTERM])[0] if ended and not complete else None
 
     def step(self, observe: bool = False) -> StepMetrics:
         """Take the next step of the run (`deeploop.train.step`)."""

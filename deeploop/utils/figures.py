@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from matplotlib import colormaps
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
@@ -71,10 +72,10 @@ def shaded_lines(axes: Any, lines: Sequence[Line], title: str) -> None:
 
 
 def loop_matrix(axes: Any, values: list[list[float]], title: str, low: float) -> None:
-    """Draw a [loops, loops] matrix as a heatmap with colours from `low` to 1."""
+    """Draw a [loops, loops] matrix as a heatmap with colours from `low` to 1; None is white."""
     count = len(values)
     edges = (0.5, count + 0.5, count + 0.5, 0.5)
-    image = axes.imshow(values, vmin=low, vmax=1, extent=edges)
+    image = axes.imshow(np.array(values, float), vmin=low, vmax=1, extent=edges)
     for axis in (axes.xaxis, axes.yaxis):
         integer_ticks(axis)
     axes.figure.colorbar(image, ax=axes)

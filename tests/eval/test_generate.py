@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
@@ -6,7 +8,7 @@ from deeploop.config import ModelConfig
 from deeploop.eval.generate import cut_after_stop, generate, sample
 from deeploop.model.looplm import LoopLM
 from deeploop.train.setup import open_run
-from deeploop.utils.errors import InputError
+from deeploop.utils.errors import Diverged, InputError
 
 
 @pytest.fixture(scope="module")
@@ -133,3 +135,12 @@ def test_compiled_branches_are_not_compiled_again_for_every_slot_and_length():
     assert counter.frame_count == 0
     model(prompts())
     assert counter.frame_count > 0
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_nothing_is_drawn_from_logits_that_are_not_finite(model, temperature, value):
+    bad = copy.deepcopy(model)
+    bad.logits = lambda n: torch.full((len(n), 23), value)
+    with pytest.raises(Diverged, match="not finite"):
+        sample(bad, prompts(), 3, temperature=temperature)
