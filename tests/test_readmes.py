@@ -84,7 +84,7 @@ def shortened(words):
     if words[0] == "generate":
         words += ["--tokens", "8"] if "--tokens" not in words else []
     if words[0] == "diagnose":
-        words += ["--batch-size", "2"] if "--batch-size" not in words else []
+        words += ["--sequences", "2"] if "--sequences" not in words else []
     return words
 
 

@@ -20,7 +20,6 @@ import torch
 from rich.console import Console
 
 from bench.harness.stored import read_json
-from deeploop.analyze.plan.fits import check_memory
 from deeploop.cli.train import parse_train
 from deeploop.eval.validate import bits_per_byte
 from deeploop.model.looplm import count_parameters
@@ -48,7 +47,7 @@ def train(run: str, scratch: str | None = None) -> Result | None:
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         flags = ["--train.eval-every", "0", "--train.save-every", "0", "--out", f"{folder}/run"]
         config = parse_train(run.split() + flags).config
-        trainer = open_run(config, Console(quiet=True), check=check_memory)
+        trainer = open_run(config, Console(quiet=True))
         about: Result = {
             "unigram_bits_per_byte": bits_per_byte(trainer.floors["unigram"], trainer.corpus),
             "parameters": count_parameters(trainer.model),

@@ -1,10 +1,12 @@
 """deeploop data: tokenise text into shards."""
 
 import dataclasses
+import time
 from typing import Annotated
 
 import tyro
 
+from deeploop.cli.duration import since
 from deeploop.cli.parse import parse
 from deeploop.utils.console import open_console, say
 
@@ -35,12 +37,15 @@ def run(arguments: list[str]) -> int:
     )
     from deeploop.data.prepare import prepare
 
+    began = time.perf_counter()
     meta = prepare(**dataclasses.asdict(parsed))
     tokens = meta["tokens"]
+    console = open_console()
     say(
-        open_console(),
+        console,
         f"{parsed.out}: {len(meta['shards'])} shards, {tokens['train']:,} training and "
         f"{tokens['val']:,} held-out tokens of a vocabulary of {meta['vocab_size']:,}; "
         f"go on with: deeploop train --data {parsed.out}",
     )
+    say(console, f"took     {since(began)}")
     return 0

@@ -2,13 +2,15 @@
 
 import dataclasses
 import os
+import time
 from typing import Annotated
 
 import tyro
 
-from deeploop.cli.parse import ConfigArguments, base_config, early_option, first_word, parse
-from deeploop.config.presets import SUMMARY, presets
-from deeploop.utils.console import open_console
+from deeploop.cli.duration import since
+from deeploop.cli.parse import ConfigArguments, first_word, named_config, parse, refuse_flag
+from deeploop.config.presets import SUMMARY
+from deeploop.utils.console import open_console, say
 from deeploop.utils.errors import InputError
 from deeploop.utils.launcher import place
 
@@ -16,25 +18,17 @@ from deeploop.utils.launcher import place
 @dataclasses.dataclass
 class DiagnoseArguments(ConfigArguments):
     probes: Annotated[int, tyro.conf.arg(help="random probes of the Jacobian, a backward each")] = 4
-    batch_size: Annotated[int, tyro.conf.arg(help="sequences; 0: the run's micro-batch")] = 0
+    sequences: Annotated[
+        int, tyro.conf.arg(help="held-out sequences; 0: the run's micro-batch")
+    ] = 0
     draw: Annotated[int, tyro.conf.arg(help="seed of the held-out sequences and the probes")] = 0
 
 
 def run(arguments: list[str]) -> int:
     name, rest = first_word(arguments)
-    run_path = None if name in presets() else name
-    if run_path is None:
-        base = base_config(name, rest).replace("train", out="")
-    else:
-        from deeploop.runs.checkpoint import find
-
-        if early_option(rest, "--config") is not None:
-            raise InputError(f"--config: a run has its own configuration; leave {run_path!r} out")
-        if not os.path.exists(os.path.expanduser(run_path)):
-            raise InputError(
-                f"{run_path!r}: neither a run's folder or checkpoint nor a preset ({SUMMARY})"
-            )
-        base = find(run_path).config.replace("train", out="", device="auto")
+    refuse_flag(rest, "--batch-size", "a diagnosis takes --sequences")
+    base, run_path = named_config(name, rest)
+    base = base.replace("train", out="")
     parsed = parse(
         DiagnoseArguments,
         args=rest,
@@ -51,12 +45,14 @@ def run(arguments: list[str]) -> int:
 
     if place().world > 1:
         raise InputError("WORLD_SIZE is over 1: a diagnosis takes one process; leave torchrun out")
+    console, began = open_console(), time.perf_counter()
     diagnose(
         parsed.config,
         [] if run_path is None else checkpoints(run_path),
-        open_console(),
+        console,
         probes=parsed.probes,
-        batch_size=parsed.batch_size,
+        sequences=parsed.sequences,
         draw=parsed.draw,
     )
+    say(console, f"took     {since(began)}")
     return 0

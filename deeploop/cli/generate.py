@@ -1,10 +1,13 @@
 """deeploop generate: continue a text with a trained model."""
 
 import dataclasses
+import sys
+import time
 from typing import Annotated
 
 import tyro
 
+from deeploop.cli.duration import since
 from deeploop.cli.parse import parse
 
 
@@ -28,11 +31,26 @@ def run(arguments: list[str]) -> int:
         GenerateArguments,
         args=arguments,
         prog="deeploop generate",
-        description="Continue a text with a trained model.",
+        description="Continue a text with a trained model. The texts go to standard output, with a "
+        "line before each where there are several; notes go to standard error.",
     )
-    from deeploop.eval.generate import generate
-    from deeploop.utils.console import print_generated
+    from deeploop.eval.generate import continue_prompt
+    from deeploop.utils.console import print_generated, say_error
 
-    for text in generate(**dataclasses.asdict(parsed)):
+    began = time.perf_counter()
+    made = continue_prompt(**dataclasses.asdict(parsed))
+    duration = since(began)
+    for i, text in enumerate(made.texts):
+        if len(made.texts) > 1:
+            print(f"--- sample {i + 1} of {len(made.texts)} ---")
         print_generated(text)
+    # Notes go to standard error, so that a file of the output has the texts alone.
+    sys.stdout.flush()
+    if made.prompt > made.window:
+        say_error(
+            f"prompt   {made.prompt:,} tokens, of which the model reads the last {made.window:,} "
+            "(its seq_len)"
+        )
+    tokens = f"up to {made.longest - made.prompt:,} tokens"
+    say_error(f"took     {duration}, {tokens} a sample")
     return 0

@@ -1,15 +1,22 @@
 """deeploop profile: measure a training step's time and memory by component."""
 
 import dataclasses
+import os
+import time
 from typing import Annotated
 
 import tyro
 
+from deeploop.cli.duration import since
 from deeploop.cli.parse import ConfigArguments, base_config, first_word, parse
 from deeploop.cli.ranks import on_every_rank, one_speaks, refuse_together
 from deeploop.config.presets import SUMMARY
 from deeploop.utils.console import open_console, say
 from deeploop.utils.errors import InputError
+
+# Read when torch is imported: its profiler reports its starts, and every block of memory that is
+# older than the trace, on standard error.
+QUIET = {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 @dataclasses.dataclass
@@ -23,6 +30,9 @@ def run(arguments: list[str]) -> int:
         parsed = parse_profile(arguments)
     except InputError as error:
         refuse_together(error)
+    began = time.perf_counter()
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
     from deeploop.analyze.profile import profile
     from deeploop.train import setup
     from deeploop.utils.distributed import init_distributed
@@ -38,6 +48,7 @@ def run(arguments: list[str]) -> int:
         figures = profile.profile(trainer, steps)
     if ranks.is_main:
         profile.report(figures, trainer.folder, console)
+        say(console, f"took     {since(began)}")
     return 0
 
 

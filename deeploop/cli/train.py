@@ -3,10 +3,12 @@
 import dataclasses
 import math
 import signal
+import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from deeploop.cli.duration import since
 from deeploop.cli.parse import ConfigArguments, base_config, early_option, first_word, parse
 from deeploop.cli.ranks import is_main_process, on_every_rank, one_speaks, refuse_together
 from deeploop.config.presets import SUMMARY
@@ -57,6 +59,7 @@ def parse_train(arguments: list[str]) -> TrainArguments:
 
 
 def run(arguments: list[str]) -> int:
+    began = time.perf_counter()
     try:
         parsed = parse_train(arguments)
     except InputError as error:
@@ -65,7 +68,6 @@ def run(arguments: list[str]) -> int:
         if is_main_process():
             print(parsed.config.to_json(), end="")
         return 0
-    from deeploop.analyze.plan.fits import check_memory
     from deeploop.runs import checkpoint
     from deeploop.train.setup import describe, open_run
     from deeploop.utils.distributed import init_distributed
@@ -75,8 +77,7 @@ def run(arguments: list[str]) -> int:
 
         def build() -> "Trainer":
             ckpt = None if parsed.resume is None else checkpoint.find(parsed.resume, begin=True)
-            check = check_memory if ranks.world == 1 else None
-            return open_run(parsed.config, console, ckpt, ranks, check)
+            return open_run(parsed.config, console, ckpt, ranks)
 
         trainer = on_every_rank(ranks, build)
         for line in describe(trainer):
@@ -85,11 +86,11 @@ def run(arguments: list[str]) -> int:
             say(console, f"already at step {trainer.done}; give more --steps to go on")
         summary = trainer.fit()
     if ranks.is_main:
-        report(summary, trainer, console)
+        report(summary, trainer, console, since(began))
     return 128 + signal.Signals[summary["stopped_by"]] if "stopped_by" in summary else 0
 
 
-def report(summary: dict[str, Any], trainer: "Trainer", console: "Console") -> None:
+def report(summary: dict[str, Any], trainer: "Trainer", console: "Console", duration: str) -> None:
     """Print the last lines: held-out loss beside that of n-gram counts, speed, and a sample."""
     if "stopped_by" in summary:
         # On standard error: after Ctrl-C the reader of a pipe has gone, too.
@@ -111,4 +112,4 @@ def report(summary: dict[str, Any], trainer: "Trainer", console: "Console") -> N
     say(console, f"held out {held_out} (counts alone: {floors})", indent=INDENT)
     rate = summary["tokens_per_second"]
     speed = f"{rate:,.0f} tokens/s, " if rate else ""
-    say(console, f"took     {speed}{summary['peak_memory_gib']:.2f} GiB peak")
+    say(console, f"took     {duration}, {speed}{summary['peak_memory_gib']:.2f} GiB peak")

@@ -25,7 +25,9 @@ class TrainConfig:
         POSITIVE,
         MAY_CHANGE,
     ] = 280
-    batch_size: Annotated[int, flag("sequences per step, over all ranks"), POSITIVE] = 16
+    batch_size: Annotated[
+        int, flag("sequences per step, over all ranks", "--batch-size"), POSITIVE
+    ] = 16
     micro_batch: Annotated[
         int,
         flag("sequences per forward; 0: all of a rank's", "--micro-batch"),

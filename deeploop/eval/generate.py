@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch import Tensor
 from deeploop.config.fields import MAX_INT, MAX_SEED
 from deeploop.data.tokenizer import Tokenizer, load_tokenizer
 from deeploop.model.looplm import LoopLM
+from deeploop.model.memory import check_generation
 from deeploop.runs import checkpoint
 from deeploop.runs.folder import read_corpus_file
 from deeploop.utils.device import pick_device
@@ -16,20 +18,20 @@ from deeploop.utils.disk import foreign, read_bytes, user_path
 from deeploop.utils.errors import Diverged, InputError
 
 
-def load_run(path: str, device: str = "cpu") -> tuple[LoopLM, checkpoint.Checkpoint]:
-    """Load the model of a run's folder or of a checkpoint, in eval mode; return both."""
-    ckpt = checkpoint.find(path)
-    model = LoopLM(ckpt.config.model)
-    checkpoint.load_weights(ckpt, model)
-    return model.to(device).eval(), ckpt
-
-
 def load(run: str, device: str = "cpu") -> LoopLM:
     """Load the model of a run's folder or of a checkpoint, in eval mode.
 
-    Raises InputError where there is none, or its files are damaged.
+    Raises InputError where there is none, its files are damaged, or memory cannot hold it.
     """
-    return load_run(run, device)[0]
+    return load_model(checkpoint.find(run), pick_device(device, "device"))
+
+
+def load_model(ckpt: checkpoint.Checkpoint, device: torch.device) -> LoopLM:
+    """Load the model of a checkpoint, in eval mode; raises what `load` does."""
+    check_generation(ckpt.config.model, device)
+    model = LoopLM(ckpt.config.model)
+    checkpoint.load_weights(ckpt, model)
+    return model.to(device).eval()
 
 
 def load_run_tokenizer(folder: Path) -> Tokenizer:
@@ -79,7 +81,7 @@ def sample(
     """
     if prompt.shape[1] < 1:
         raise InputError("prompt: is empty; give at least one token")
-    window = model.config.seq_len
+    window = min(model.config.seq_len, prompt.shape[1] + new_tokens)
     draw = torch.Generator(prompt.device).manual_seed(seed)
     tokens, fresh = prompt, prompt[:, -window:]
     cache = model.new_cache(prompt.shape[0], window, loops)
@@ -117,6 +119,15 @@ def _pick(logits: Tensor, temperature: float, top_k: int, draw: torch.Generator)
     return torch.multinomial((shifted / temperature).softmax(-1), 1, generator=draw)
 
 
+class Continuations(NamedTuple):
+    """Texts that begin with a prompt, and their sizes in tokens."""
+
+    texts: list[str]
+    prompt: int
+    longest: int  # of the longest text, with the prompt
+    window: int  # the most that the model reads at once
+
+
 def generate(
     run: str,
     prompt: str,
@@ -132,12 +143,30 @@ def generate(
 
     Args:
         run: a run's folder or a checkpoint.
-        prompt: text, or FILE:path to read it from a file.
+        prompt: text, or FILE:path to read it from a file. Of a prompt longer than the model's
+            seq_len only the end is read.
         loops: loops to run; 0 runs those of training.
 
     The others are those of `sample`. Raises InputError for an empty prompt, a token the
-    model has no embedding for, or numbers out of range.
+    model has no embedding for, numbers out of range, or more than memory can hold.
     """
+    return continue_prompt(
+        run, prompt, tokens, temperature, top_k, num_samples, loops, seed, device
+    ).texts
+
+
+def continue_prompt(
+    run: str,
+    prompt: str,
+    tokens: int,
+    temperature: float,
+    top_k: int,
+    num_samples: int,
+    loops: int,
+    seed: int,
+    device: str,
+) -> Continuations:
+    """Return the texts of `generate`, with their sizes."""
     limits = {
         "tokens": (tokens, 1, MAX_INT),
         "num_samples": (num_samples, 1, MAX_INT),
@@ -150,30 +179,27 @@ def generate(
         if not least <= value <= most:
             raise InputError(f"{name}={value}: must lie between {least} and {most}")
     prompt = _read_prompt(prompt)
-    torch_device = pick_device(device)
-    model, ckpt = load_run(run, str(torch_device))
+    torch_device = pick_device(device, "device")
+    ckpt = checkpoint.find(run)
+    m = ckpt.config.model
     tokenizer = load_run_tokenizer(ckpt.described_in)
     ids = tokenizer.encode(prompt)
-    if ids and max(ids) >= model.config.vocab_size:
+    if ids and max(ids) >= m.vocab_size:
         raise InputError(
-            f"prompt: token {max(ids)} is outside the model's vocabulary of "
-            f"{model.config.vocab_size}"
+            f"prompt: token {max(ids)} is outside the model's vocabulary of {m.vocab_size}"
         )
+    check_generation(m, torch_device, num_samples, min(m.seq_len, len(ids) + tokens), loops)
+    model = load_model(ckpt, torch_device)
     start = torch.tensor([ids], dtype=torch.long, device=torch_device).repeat(num_samples, 1)
     out = sample(
-        model,
-        start,
-        tokens,
-        temperature=temperature,
-        top_k=top_k,
-        loops=loops or None,
-        seed=seed,
+        model, start, tokens, temperature=temperature, top_k=top_k, loops=loops or None, seed=seed,
         stop=tokenizer.eot,
-    )
+    )  # fmt: skip
     rows = out.tolist()
     if tokenizer.eot is not None:
         rows = [cut_after_stop(row, len(ids), tokenizer.eot) for row in rows]
-    return [tokenizer.decode(row) for row in rows]
+    texts = [tokenizer.decode(row) for row in rows]
+    return Continuations(texts, len(ids), max(map(len, rows)), m.seq_len)
 
 
 def _read_prompt(prompt: str) -> str:

@@ -5,7 +5,6 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -18,6 +17,7 @@ from deeploop.config.model import RESIDUALS
 from deeploop.data.corpus import Corpus, load_corpus
 from deeploop.data.ngrams import ngram_bits
 from deeploop.model.looplm import count_parameters
+from deeploop.model.memory import check_training
 from deeploop.model.moe.experts import check_strides
 from deeploop.model.residual import residual_rule
 from deeploop.runs import checkpoint
@@ -42,13 +42,23 @@ from deeploop.utils.distributed import Ranks, local_rank
 from deeploop.utils.errors import InputError
 
 
-def resolve(config: Config, corpus: Corpus, ranks: Ranks) -> Config:
-    """Fill in the device, precision and vocabulary that the configuration leaves open."""
+def rank_device(config: Config, ranks: Ranks) -> torch.device:
+    """Return the device of this rank; raises InputError where the machine does not have it."""
     device = pick_device(config.train.device)
     if ranks.world > 1 and device.type == "cuda":
-        device = torch.device(
-            "cuda", local_rank()
-        )  # not the device that a resumed run's main rank had
+        return torch.device("cuda", local_rank())  # not that of a resumed run's main rank
+    return device
+
+
+def check_memory(config: Config, ranks: Ranks) -> None:
+    """Refuse a step whose part on this rank cannot fit in memory; raises InputError."""
+    sequences = len(ranks.local_rows(config.train.batch_size))
+    check_training(config, rank_device(config, ranks), sequences)
+
+
+def resolve(config: Config, corpus: Corpus, ranks: Ranks) -> Config:
+    """Fill in the device, precision and vocabulary that the configuration leaves open."""
+    device = rank_device(config, ranks)
     precision = config.train.precision
     if precision == "auto":
         precision = "bf16" if computes_in_bf16(device) else "fp32"
@@ -227,7 +237,6 @@ def open_run(
     console: Console,
     ckpt: checkpoint.Checkpoint | None = None,
     ranks: Ranks = Ranks(),  # noqa: B008
-    check: Callable[[Config], None] | None = None,
 ) -> Trainer:
     """Load the corpus, build or restore the model, make or enter the run's folder.
 
@@ -239,10 +248,9 @@ def open_run(
         console: receives the progress.
         ckpt: a checkpoint to go on from.
         ranks: processes that train together.
-        check: raises InputError for a resolved configuration that must not start.
     """
     with contextlib.ExitStack() as lock:
-        start = prepare_together(ranks, lambda: prepare(config, console, ckpt, ranks, check, lock))
+        start = prepare_together(ranks, lambda: prepare(config, console, ckpt, ranks, lock))
         floors = ngram_floors(start.corpus) if ranks.is_main else {}
         trainer = Trainer(start.config, start.corpus, floors, start.folder, console, ranks)
         if start.ckpt is not None and start.ckpt.saved:
@@ -258,7 +266,6 @@ def prepare(
     console: Console,
     ckpt: checkpoint.Checkpoint | None,
     ranks: Ranks,
-    check: Callable[[Config], None] | None,
     lock: contextlib.ExitStack,
 ) -> Start:
     """Check all that this rank knows of a run, and lock the folder of one that goes on.
@@ -267,14 +274,14 @@ def prepare(
     """
     ckpt = restarted(config) or ckpt
     in_place = ckpt is not None and same_folder(config.train.out, ckpt)
+    check_memory(config, ranks)
     if ckpt is not None and in_place and ranks.is_main:
         lock_folder(ckpt.run or ckpt.path, console, lock)
         if ckpt.newest or not ckpt.saved:  # another process may have written since
             ckpt = checkpoint.find(str(ckpt.run), begin=True)
     corpus = open_corpus(config)
     config = resolve(config, corpus, ranks)
-    if check is not None:
-        check(config)
+    check_memory(config, ranks)  # the vocabulary is now known
     if ckpt is not None:
         check_same(config, ckpt)
         if ckpt.saved:

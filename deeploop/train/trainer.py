@@ -80,8 +80,7 @@ class Trainer:
             resume: a run's folder or a checkpoint to go on from.
 
         Raises:
-            InputError: what `deeploop train` refuses, but for a step that the machine's memory
-                cannot hold (`deeploop.analyze.plan.fits.check_memory`).
+            InputError: what `deeploop train` refuses.
         """
         from deeploop.train.setup import open_run  # which imports this module
 

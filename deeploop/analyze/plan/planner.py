@@ -155,12 +155,6 @@ def count(config: Config, target: Target, timed: bool = True) -> Step:
     return Step(memory, by_component, extrapolate(one.host, two.host))
 
 
-def counted_peak(config: Config, sequences: int) -> float:
-    """Return the peak bytes of a step on a CPU, with micro-batches of so many sequences."""
-    target = Target(DEVICES["h200"], MEASURED, "cpu")  # only memory is read, not its seconds
-    return count(config, target, timed=False).memory(sequences).peak
-
-
 def count_whole(config: Config, target: Target, timed: bool = True) -> Step:
     """Predict a step by running all of its layers."""
     clock = Clock(target.device, target.efficiency, config.model.vocab_size)

@@ -10,6 +10,7 @@ from deeploop.analyze.plan.planner import Estimate, against_full, estimate, targ
 from deeploop.config import Config
 from deeploop.config.presets import presets
 from deeploop.model.flops import flops_per_token, weight_flops
+from deeploop.utils.memory import in_bytes
 from deeploop.utils.processes import worker_pool
 
 GIB = 2**30
@@ -163,13 +164,6 @@ def matrix_sum(estimates: Sequence[Estimate]) -> list[str]:
         f"{half:8,.0f}  at 50% on that basis: {paper - half:,.0f} saved",
         f"On the FLOPs that MFU counts above, attention's too, the paper's hours are {share:.0%}.",
     ]
-
-
-def in_bytes(n: float) -> str:
-    """Format bytes in GiB, MiB or KiB."""
-    if n >= GIB:
-        return f"{n / GIB:,.2f} GiB"
-    return f"{n / 2**20:.1f} MiB" if n >= 2**20 else f"{n / 2**10:.0f} KiB"
 
 
 def in_time(seconds: float) -> str:

@@ -81,10 +81,12 @@ def open_profile(config: Config, steps: Steps, console: Console, ranks: Ranks) -
     for name, count in steps._asdict().items():
         if count < 1:
             raise InputError(f"{name}={count}: must be at least 1 step")
-    corpus = setup.open_corpus(config) if config.data.path else random_corpus(config)
-    config = setup.resolve(config, corpus, ranks)
     # The learning rate is a function of the number of steps.
     config = config.replace("train", steps=steps.total)
+    setup.check_memory(config, ranks)
+    corpus = setup.open_corpus(config) if config.data.path else random_corpus(config)
+    config = setup.resolve(config, corpus, ranks)
+    setup.check_memory(config, ranks)  # the vocabulary is now known
     folder = choose_run_folder(config, "profiles") if ranks.is_main else Path(config.train.out)
     trainer = Trainer(config, corpus, {}, folder, console, ranks)
     if ranks.is_main:
