@@ -198,6 +198,7 @@ def read_corpus(config: Config) -> Corpus:
         text_field=config.data.text_field,
         val_fraction=config.data.val_fraction,
         vocab_size=config.model.vocab_size or None,
+        verify=config.data.verify,
     )
 
 
