@@ -111,7 +111,7 @@ class GPT2Tokenizer:
     def __init__(self) -> None:
         tiktoken = require("tiktoken", "gpt2")
         try:
-            self._bpe = tiktoken.getencoding("gpt2")
+            self._bpe = tiktoken.get_encoding("gpt2")
         except Exception as error:  # tiktoken passes on any error of the network
             raise InputError(
                 f"tokenizer 'gpt2' could not be fetched ({type(error).__name__}); connect once, or "

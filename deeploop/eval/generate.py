@@ -12,7 +12,7 @@ from deeploop.model.looplm import LoopLM
 from deeploop.runs import checkpoint
 from deeploop.runs.folder import read_corpus_file
 from deeploop.utils.device import pick_device
-from deeploop.utils.disk import user_path
+from deeploop.utils.disk import read_bytes, user_path
 from deeploop.utils.errors import InputError
 
 
@@ -32,12 +32,23 @@ def load(run: str, device: str = "cpu") -> LoopLM:
     return load_run(run, device)[0]
 
 
-def load_run_tokenizer(folder: Path) -> Tokenizer:
-    """Load the tokenizer a run was trained with; raises InputError where it had none."""
+def load_run_tokenizer(folder: Path, given: str = "") -> Tokenizer:
+    """Load the tokenizer a run was trained with, or for a run without one the one `given`.
+
+    Raises InputError where the run had none and none is given, or where both are not the same.
+    """
     spec = read_corpus_file(folder).get("tokenizer")
-    if spec is None:
+    if spec is None and not given:
         raise InputError(
-            f"run {folder}: its token shards name no tokenizer, so text cannot be encoded"
+            f"run {folder}: its token shards name no tokenizer, so text cannot be encoded; give "
+            "theirs as --tokenizer"
+        )
+    if spec is None:
+        return load_tokenizer(given)
+    if given and load_tokenizer(given).fingerprint != load_tokenizer(spec, folder).fingerprint:
+        raise InputError(
+            f"tokenizer {given!r} is not the one that run {folder} was trained with ({spec}); "
+            "leave it out"
         )
     return load_tokenizer(spec, folder)
 
@@ -114,6 +125,7 @@ def generate(
     loops: int = 0,
     seed: int = 0,
     device: str = "auto",
+    tokenizer: str = "",
 ) -> list[str]:
     """Return `num_samples` texts that begin with the prompt and that a run's model continues.
 
@@ -121,6 +133,7 @@ def generate(
         run: a run's folder or a checkpoint.
         prompt: text, or FILE:path to read it from a file.
         loops: loops to run; 0 runs those of training.
+        tokenizer: of the token shards, where these named none; empty: the run's.
 
     The others are those of `sample`. Raises InputError for an empty prompt, a token the
     model has no embedding for, or numbers out of range.
@@ -139,8 +152,8 @@ def generate(
     prompt = _read_prompt(prompt)
     torch_device = pick_device(device)
     model, ckpt = load_run(run, str(torch_device))
-    tokenizer = load_run_tokenizer(ckpt.run)
-    ids = tokenizer.encode(prompt)
+    encoder = load_run_tokenizer(ckpt.run, tokenizer)
+    ids = encoder.encode(prompt)
     if ids and max(ids) >= model.config.vocab_size:
         raise InputError(
             f"prompt: token {max(ids)} is outside the model's vocabulary of "
@@ -155,12 +168,12 @@ def generate(
         top_k=top_k,
         loops=loops or None,
         seed=seed,
-        stop=tokenizer.eot,
+        stop=encoder.eot,
     )
     rows = out.tolist()
-    if tokenizer.eot is not None:
-        rows = [cut_after_stop(row, len(ids), tokenizer.eot) for row in rows]
-    return [tokenizer.decode(row) for row in rows]
+    if encoder.eot is not None:
+        rows = [cut_after_stop(row, len(ids), encoder.eot) for row in rows]
+    return [encoder.decode(row) for row in rows]
 
 
 def _read_prompt(prompt: str) -> str:
@@ -168,8 +181,8 @@ def _read_prompt(prompt: str) -> str:
     if not prompt.startswith("FILE:"):
         return prompt
     try:
-        return user_path(prompt[5:], "prompt file").read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_bytes(user_path(prompt[5:], "prompt file"), "prompt file").decode()
+    except UnicodeDecodeError as error:
         raise InputError(f"prompt file {prompt[5:]!r}: could not be read ({error})") from error
 
 

@@ -96,7 +96,7 @@ def test_a_full_disk_is_a_sentence_and_can_be_taken_up(tmp_path, monkeypatch):
 
     def full(handle):
         calls.append(handle)
-        if len(calls) == 4:  # after the staged tokens, val and one of train
+        if len(calls) == 5:  # after the staged tokens and their description, val and one of train
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(handle)
 

@@ -82,7 +82,7 @@ def test_a_shard_that_changes_under_a_run_is_a_sentence(tmp_path):
     assert shard.read(50, 10).tolist() == list(range(50, 60))
     refused(lambda: shard.read(50, 20), shard.label, "ends at token 60")
     os.unlink(shard.label)
-    refused(lambda: shard.read(0, 1), shard.label, "no longer be read")
+    refused(lambda: shard.read(0, 1), shard.label, "cannot be read")
 
 
 def test_a_corpus_larger_than_memory(tmp_path):

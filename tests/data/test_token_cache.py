@@ -6,7 +6,6 @@ import os
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from deeploop.data.corpus import load_corpus
@@ -51,14 +50,14 @@ def test_each_tokenizer_and_field_has_its_own_cache(tmp_path, cache, bpe_dir):
     assert got[3:] == ["<|endoftext|>the", "<|endoftext|>again", "<|endoftext|>the"]
 
 
-@pytest.mark.parametrize("part", ["tokens", "marks.npy", "both", "half the tokens"])
+@pytest.mark.parametrize("part", ["tokens", "cache.json", "both", "half the tokens"])
 def test_a_cache_that_lost_a_part_is_built_again(tmp_path, cache, part):
     path = str(write_jsonl(tmp_path / "a.jsonl", ["some text " * 50] * 50))
     before = load_corpus(path, cache_dir=cache)
     [folder] = [entry for entry in Path(cache).iterdir() if entry.is_dir()]
     if part == "half the tokens":
         os.truncate(folder / "tokens", (folder / "tokens").stat().st_size // 2)
-    for name in ("tokens", "marks.npy"):
+    for name in ("tokens", "cache.json"):
         if part in (name, "both"):
             (folder / name).unlink()
     built = []
@@ -72,10 +71,14 @@ def test_a_cache_that_may_not_be_read_is_refused(tmp_path, cache, monkeypatch):
     path = str(write_jsonl(tmp_path / "a.jsonl", ["some text " * 50] * 50))
     load_corpus(path, cache_dir=cache)
 
-    def denied(*_):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    real = os.open
 
-    monkeypatch.setattr(np, "load", denied)
+    def denied(name, *rest):
+        if str(name).endswith("cache.json"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return real(name, *rest)
+
+    monkeypatch.setattr(os, "open", denied)
     refused(lambda: load_corpus(path, cache_dir=cache), cache, "Permission denied")
 
 

@@ -50,7 +50,7 @@ def test_odd_text_survives(bpe, text):
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text
         assert all(0 <= i < tokenizer.vocab_size for i in ids)
-        assert [row.tolist() for row in tokenizer.encode_batch([text, text])] == [ids, ids]
+        assert [row.ids.tolist() for row in tokenizer.encode_batch([text, text])] == [ids, ids]
 
 
 @given(st.text())
