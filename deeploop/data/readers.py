@@ -65,10 +65,36 @@ def _opened(path: Path) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
             yield io.BufferedReader(gzip.GzipFile(fileobj=raw), BLOCK), raw.tell
         elif suffix == ".zst":
             reader = require("zstandard", str(path), what="data path").ZstdDecompressor()
-            stream = reader.stream_reader(raw, read_across_frames=True)
-            yield io.BufferedReader(stream, BLOCK), raw.tell
+            yield io.BufferedReader(_Frames(raw, reader.decompressobj), BLOCK), raw.tell
         else:
             yield raw, raw.tell
+
+
+class _Frames(io.RawIOBase):
+    """The text of zstd frames in a file; raises EOFError where the last one is cut short."""
+
+    def __init__(self, raw: IO[bytes], new_frame: Callable[[], Any]) -> None:
+        self._raw, self._new_frame = raw, new_frame
+        self._frame: Any = None
+        self._compressed = self._text = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._text:
+            block = self._compressed or self._raw.read(1024)  # which can give 32 MiB of text
+            if not block and self._frame:
+                raise EOFError("the compressed data is cut short")
+            if not block:
+                return 0
+            self._frame = self._frame or self._new_frame()
+            self._text, self._compressed = self._frame.decompress(block), b""
+            if self._frame.eof:
+                self._compressed, self._frame = self._frame.unused_data, None
+        size = min(len(buffer), len(self._text))
+        buffer[:size], self._text = self._text[:size], self._text[size:]
+        return size
 
 
 def _reading(path: Path) -> contextlib.AbstractContextManager[None]:

@@ -113,7 +113,8 @@ def _open_cache(folder: Path, dtype: str, sources: Sequence[Path] | None) -> Cac
         if os.stat(folder / TOKENS).st_size != size:
             return None
         whole = sources is not None or size <= checksums.SMALL
-        if whole and segment.remember(whole=True) != facts["sha256"]:
+        digest = segment.remember(whole)
+        if whole and digest != facts["sha256"]:
             return None
         if sources and [file_hash(path, whole=True) for path in sources] != facts["sources"]:
             return None
