@@ -176,30 +176,6 @@ def test_a_checkpoint_of_another_config_is_refused(config, quiet, part, name, va
         open_run(config.replace(part, **{name: value}), quiet, found)
 
 
-def test_a_moved_corpus_is_gone_on_with_and_a_changed_one_refused(config, quiet, tmp_path):
-    text = Path(config.data.path)
-    folder = tmp_path / "elsewhere"
-    folder.mkdir()
-    with contextlib.chdir(text.parent):  # the place is stored as it is valid everywhere
-        assert open_run(config.replace("data", path=text.name), quiet).fit()["step"] == 24
-    found = checkpoint.find(config.train.out)
-    assert found.config.data.path == str(text.resolve())
-    moved = text.rename(folder / "moved.txt")
-    with pytest.raises(InputError, match="does not exist.*--data"):
-        open_run(found.config, quiet, found)
-    more = found.config.replace("train", steps=25).replace("data", path=str(moved))
-    assert open_run(more, quiet, found).fit()["step"] == 25
-    found = checkpoint.find(config.train.out)
-    content = bytearray(moved.read_bytes())
-    content[len(content) // 2] ^= 1
-    moved.write_bytes(content)
-    for changed in (more, more.replace("data", val_fraction=0.2)):
-        with pytest.raises(InputError, match=r"other tokens than the run.*--data.tokenizer"):
-            open_run(changed, quiet, found)
-    with pytest.raises(InputError, match=r"data\.val_fraction=0: leaves no text.*0\.001"):
-        open_run(config.replace("data", val_fraction=0, path=str(moved)), quiet)
-
-
 def test_resume_may_train_for_longer_but_not_shorter(config, quiet):
     open_run(config, quiet).fit()
     found = checkpoint.find(config.train.out)
