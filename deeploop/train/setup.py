@@ -190,10 +190,10 @@ def check_same_corpus(corpus: Corpus, ckpt: checkpoint.Checkpoint) -> None:
         del now["content"]
     if any(before.get(name) != value for name, value in now.items()):
         raise InputError(
-            f"the corpus {corpus.name} has other tokens than the run {ckpt.run} began with "
-            f"({before.get('train_tokens')} training tokens then, {now['train_tokens']} now): "
-            "changed since, or read in another way; give the place of the same text as --data, "
-            "its tokenizer as --data.tokenizer, or start a new run without --resume"
+            f"the corpus {corpus.name} changed since the run {ckpt.run} began, or is read in "
+            f"another way ({before.get('train_tokens')} training tokens then, "
+            f"{now['train_tokens']} now); give the place of the same text as --data, its tokenizer "
+            "as --data.tokenizer, or start a new run without --resume"
         )
 
 

@@ -32,7 +32,7 @@ def test_a_moved_corpus_is_gone_on_with_and_a_changed_one_refused(config, quiet,
     content[len(content) // 2] ^= 1
     moved.write_bytes(content)
     for changed in (more, more.replace("data", val_fraction=0.2)):
-        with pytest.raises(InputError, match=r"other tokens than the run.*--data.tokenizer"):
+        with pytest.raises(InputError, match=r"changed since the run.*--data.tokenizer"):
             open_run(changed, quiet, found)
     with pytest.raises(InputError, match=r"data\.val_fraction=0: leaves no text.*0\.001"):
         open_run(config.replace("data", val_fraction=0, path=str(moved)), quiet)
