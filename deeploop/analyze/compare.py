@@ -13,6 +13,7 @@ from rich.text import Text
 from deeploop.analyze.plan.planner import count_parameters
 from deeploop.config import Config
 from deeploop.config.fields import entries
+from deeploop.runs.folder import read_config
 from deeploop.runs.metrics_file import MetricsFile
 from deeploop.utils.console import printable
 from deeploop.utils.disk import user_path
@@ -50,14 +51,7 @@ def read_runs(paths: Sequence[str]) -> list[Run]:
 
 def read_run(folder: Path, name: str) -> Run:
     """Read one run's configuration and metrics."""
-    try:
-        config = Config.from_json((folder / "config.json").read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(
-            f"run {str(folder)!r}: config.json is not readable ({error}); give the folder of a run"
-        ) from error
-    except InputError as error:
-        raise InputError(f"run {str(folder)!r}: {error}") from error
+    config = read_config(folder / "config.json", f"run {str(folder)!r}")
     return Run(name, config, MetricsFile(folder, 0, write=False).read())
 
 

@@ -23,6 +23,9 @@ class GenerateArguments:
     num_samples: Annotated[int, tyro.conf.arg(help="continuations to print")] = 1
     loops: Annotated[int, tyro.conf.arg(help="loops to run; 0: as trained")] = 0
     seed: Annotated[int, tyro.conf.arg(help="seed of the draw")] = 0
+    tokenizer: Annotated[
+        str, tyro.conf.arg(help="of the token shards, where these named none; empty: the run's")
+    ] = ""
     device: Annotated[str, tyro.conf.arg(help="auto, cpu, cuda or cuda:N")] = "auto"
 
 

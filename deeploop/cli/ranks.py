@@ -1,11 +1,11 @@
 """Start the same work on every rank, or stop all of them, and let one rank say why."""
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from deeploop.utils.errors import Diverged, InputError
+from deeploop.utils.launcher import place
 
 if TYPE_CHECKING:
     from deeploop.utils.distributed import Ranks
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 def is_main_process() -> bool:
     """Return whether torchrun's environment makes this process rank 0, or is absent."""
-    return os.environ.get("RANK", "0") in ("", "0")
+    return place().rank == 0
 
 
 def on_every_rank(ranks: "Ranks", build: Callable[[], T]) -> T:
@@ -46,7 +46,7 @@ def refuse_together(error: InputError) -> NoReturn:
 
     The other ranks are in `on_every_rank`, or here too; they leave with it.
     """
-    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+    if place().world > 1:
         from deeploop.utils.distributed import init_distributed
 
         def refuse() -> NoReturn:

@@ -34,15 +34,23 @@ def load_model(ckpt: checkpoint.Checkpoint, device: torch.device) -> LoopLM:
     return model.to(device).eval()
 
 
-def load_run_tokenizer(folder: Path) -> Tokenizer:
-    """Load the tokenizer that corpus.json in a run or checkpoint names.
+def load_run_tokenizer(folder: Path, given: str = "") -> Tokenizer:
+    """Load the tokenizer that corpus.json in a run or checkpoint names, or the one `given`.
 
-    Raises InputError where it names none.
+    Raises InputError where it names none and none is given, or where both are not the same.
     """
     spec = read_corpus_file(folder).get("tokenizer")
-    if spec is None:
+    if spec is None and not given:
         raise InputError(
-            f"run {folder}: its token shards name no tokenizer, so text cannot be encoded"
+            f"run {folder}: its token shards name no tokenizer, so text cannot be encoded; give "
+            "theirs as --tokenizer"
+        )
+    if spec is None:
+        return load_tokenizer(given)
+    if given and load_tokenizer(given).fingerprint != load_tokenizer(spec, folder).fingerprint:
+        raise InputError(
+            f"tokenizer {given!r} is not the one that run {folder} was trained with ({spec}); "
+            "leave it out"
         )
     return load_tokenizer(spec, folder)
 
@@ -138,6 +146,7 @@ def generate(
     loops: int = 0,
     seed: int = 0,
     device: str = "auto",
+    tokenizer: str = "",
 ) -> list[str]:
     """Return `num_samples` texts that begin with the prompt and that a run's model continues.
 
@@ -146,12 +155,13 @@ def generate(
         prompt: text, or FILE:path to read it from a file. Of a prompt longer than the model's
             seq_len only the end is read.
         loops: loops to run; 0 runs those of training.
+        tokenizer: of the token shards, where these named none; empty: the run's.
 
     The others are those of `sample`. Raises InputError for an empty prompt, a token the
     model has no embedding for, numbers out of range, or more than memory can hold.
     """
     return continue_prompt(
-        run, prompt, tokens, temperature, top_k, num_samples, loops, seed, device
+        run, prompt, tokens, temperature, top_k, num_samples, loops, seed, device, tokenizer
     ).texts
 
 
@@ -165,6 +175,7 @@ def continue_prompt(
     loops: int,
     seed: int,
     device: str,
+    tokenizer: str,
 ) -> Continuations:
     """Return the texts of `generate`, with their sizes."""
     limits = {
@@ -182,8 +193,8 @@ def continue_prompt(
     torch_device = pick_device(device, "device")
     ckpt = checkpoint.find(run)
     m = ckpt.config.model
-    tokenizer = load_run_tokenizer(ckpt.described_in)
-    ids = tokenizer.encode(prompt)
+    encoder = load_run_tokenizer(ckpt.described_in, tokenizer)
+    ids = encoder.encode(prompt)
     if ids and max(ids) >= m.vocab_size:
         raise InputError(
             f"prompt: token {max(ids)} is outside the model's vocabulary of {m.vocab_size}"
@@ -193,12 +204,12 @@ def continue_prompt(
     start = torch.tensor([ids], dtype=torch.long, device=torch_device).repeat(num_samples, 1)
     out = sample(
         model, start, tokens, temperature=temperature, top_k=top_k, loops=loops or None, seed=seed,
-        stop=tokenizer.eot,
+        stop=encoder.eot,
     )  # fmt: skip
     rows = out.tolist()
-    if tokenizer.eot is not None:
-        rows = [cut_after_stop(row, len(ids), tokenizer.eot) for row in rows]
-    texts = [tokenizer.decode(row) for row in rows]
+    if encoder.eot is not None:
+        rows = [cut_after_stop(row, len(ids), encoder.eot) for row in rows]
+    texts = [encoder.decode(row) for row in rows]
     return Continuations(texts, len(ids), max(map(len, rows)), m.seq_len)
 
 

@@ -196,7 +196,9 @@ def read_corpus_file(folder: Path) -> dict[str, Any]:
 
 
 def corpus_identity(corpus: Corpus) -> dict[str, Any]:
-    """Return token counts and fingerprints: they differ where two corpora differ.
+    """Return token counts, fingerprints and hashes: they differ where two corpora differ.
+
+    Fingerprints are of samples, hashes of every token of a stream that is not very long.
 
     A resumed run compares them with those of its corpus.json.
     """
@@ -204,6 +206,7 @@ def corpus_identity(corpus: Corpus) -> dict[str, Any]:
         "train_tokens": len(corpus.train),
         "val_tokens": len(corpus.val),
         "fingerprint": [corpus.train.fingerprint(), corpus.val.fingerprint()],
+        "content": [corpus.train.content(), corpus.val.content()],
     }
 
 

@@ -82,7 +82,18 @@ def resolve(config: Config, corpus: Corpus, ranks: Ranks) -> Config:
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         check_strides(m.d_model, m.moe.d_expert or m.d_model, dtype, device)
     config = config.replace("model", vocab_size=vocab)
+    config = config.replace("data", **absolute_paths(config, corpus))
     return config.replace("train", device=str(device), precision=precision)
+
+
+def absolute_paths(config: Config, corpus: Corpus) -> dict[str, str]:
+    """Return data.path and data.tokenizer as they are valid in any working directory."""
+    path, spec = config.data.path, config.data.tokenizer
+    if path:
+        path = str(user_path(path, "data.path").resolve())
+    if corpus.tokenizer is not None and spec not in ("auto", "byte", "gpt2"):
+        spec = corpus.tokenizer.spec
+    return {"path": path, "tokenizer": spec}
 
 
 def check_compiler() -> None:
@@ -191,14 +202,17 @@ def check_newest(ckpt: checkpoint.Checkpoint) -> None:
 
 
 def check_same_corpus(corpus: Corpus, ckpt: checkpoint.Checkpoint) -> None:
-    """Refuse to go on where the text under the run is no longer the one it began with."""
+    """Refuse to go on with other tokens than the run began with, wherever they lie."""
     before = read_corpus_file(ckpt.described_in)
     now = corpus_identity(corpus)
+    if "content" not in before:  # a run of an older version has fingerprints alone
+        del now["content"]
     if any(before.get(name) != value for name, value in now.items()):
         raise InputError(
-            f"data.path={ckpt.config.data.path!r}: changed since the run of {ckpt.path} began "
-            f"({before.get('train_tokens')} training tokens then, {now['train_tokens']} now); "
-            "restore it or start a new run"
+            f"the corpus {corpus.name} changed since the run of {ckpt.path} began, or is read in "
+            f"another way ({before.get('train_tokens')} training tokens then, "
+            f"{now['train_tokens']} now); give the place of the same text as --data, its tokenizer "
+            "as --data.tokenizer, or start a new run without --resume"
         )
 
 
@@ -217,12 +231,18 @@ def read_corpus(config: Config) -> Corpus:
         text_field=config.data.text_field,
         val_fraction=config.data.val_fraction,
         vocab_size=config.model.vocab_size or None,
+        verify=config.data.verify,
     )
 
 
 def open_corpus(config: Config) -> Corpus:
     """Load the corpus to train on; raises InputError if it is shorter than one sequence."""
     corpus = read_corpus(config)
+    if not len(corpus.val):
+        raise InputError(
+            f"data.val_fraction={config.data.val_fraction}: leaves no text to validate on; give a "
+            "small fraction such as 0.001, or a folder with train.txt and val.txt"
+        )
     if len(corpus.train) <= config.model.seq_len:
         raise InputError(
             f"data.path={config.data.path!r}: {len(corpus.train)} training tokens are fewer than "

@@ -117,7 +117,9 @@ def read_json(
 
 
 @contextmanager
-def foreign(what: str, remedy: str = "restore the file") -> Iterator[None]:
+def foreign(
+    what: str, remedy: str = "restore the file", failed: str = "is not readable"
+) -> Iterator[None]:
     """Raise InputError, naming `what`, for any error of a parser on a file of unknown origin.
 
     Parsers raise many kinds, and those in Rust a BaseException where they panic. Errors that
@@ -134,7 +136,7 @@ def foreign(what: str, remedy: str = "restore the file") -> Iterator[None]:
         known = isinstance(error, OSError) and error.strerror
         lines = str(known or error).strip().splitlines() or [type(error).__name__]
         reason = "nested too deeply" if isinstance(error, RecursionError) else lines[-1]
-        raise InputError(f"{what}: is not readable ({brief(reason.strip())}); {remedy}") from error
+        raise InputError(f"{what}: {failed} ({brief(reason.strip())}); {remedy}") from error
 
 
 def brief(value: Any, most: int = 120) -> str:

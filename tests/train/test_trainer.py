@@ -187,7 +187,6 @@ def test_an_existing_run_is_not_written_over(config, quiet, tmp_path):
         ("model", "seq_len", 8),
         ("train", "batch_size", 5),
         ("train", "seed", 9),
-        ("data", "val_fraction", 0.2),
     ],
 )
 def test_a_checkpoint_of_another_config_is_refused(config, quiet, part, name, value):

@@ -31,7 +31,7 @@ from deeploop.model.looplm import LoopLM
 from deeploop.utils.device import computes_in_bf16
 from deeploop.utils.errors import InputError
 
-VOCABULARIES = {"byte": 256, "gpt2": 50257}
+VOCABULARIES = {"auto": 256, "byte": 256, "gpt2": 50257}
 RESERVE = 0.05  # of a GPU's memory: CUDA's context, libraries' workspaces, fragments
 
 
