@@ -51,7 +51,7 @@ def read_runs(paths: Sequence[str]) -> list[Run]:
 
 def read_run(folder: Path, name: str) -> Run:
     """Read one run's configuration and metrics."""
-    config = read_config(folder / "config.json", f"run {str(folder)!r}")
+    config = read_config(folder / "config.json", f"run {folder}: config.json")
     return Run(name, config, MetricsFile(folder, 0, write=False).read())
 
 

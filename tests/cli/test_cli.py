@@ -88,7 +88,7 @@ def test_a_configuration_is_fed_back_and_options_override_it(verb, capsys, tmp_p
     expected = parse_train(["loom-tiny", *TINY, "--lr", "0.5"]).config
     assert code == 0 and Config.from_json(said) == expected
     more = [] if verb == "plan" else ["--out", str(tmp_path / "out")]
-    more += ["--probes", "1", "--batch-size", "2"] if verb == "diagnose" else []
+    more += ["--probes", "1", "--sequences", "2"] if verb == "diagnose" else []
     if verb != "train":
         assert run(capsys, verb, f"--config={file}", *more, "--model.loops", "1")[0] == 0
     code, _, said = run(capsys, verb, "loom-tiny", "--config", str(file))

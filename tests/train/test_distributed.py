@@ -51,7 +51,11 @@ import json, os, sys
 from deeploop.cli import main
 for port, arguments in json.loads(sys.argv[1]):
     os.environ["MASTER_PORT"] = port
-    print("exit code", main(arguments), flush=True)
+    try:
+        code = main(arguments)
+    except SystemExit as stop:  # of a rank that leaves the message to another
+        code = stop.code
+    print("exit code", code, flush=True)
 """
 
 
