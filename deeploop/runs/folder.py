@@ -75,9 +75,9 @@ def check_new(folder: Path, config: Config | None = None) -> None:
 def difference(a: Config, b: Config) -> tuple[str, Any, Any] | None:
     """Return the first field in which two runs differ and its values, None for the same run.
 
-    The folder, the device and the preset's name do not make another run.
+    The folder, the device, the preset's name and the corpus's place do not make another run.
     """
-    free = {"preset", "train.out", "train.device"}
+    free = {"preset", "train.out", "train.device", "data.path", "data.tokenizer"}
     others = {entry.name: entry.value for entry in entries(b)}
     return next(
         (

@@ -38,7 +38,7 @@ from deeploop.utils.device import autocast_dtype
 from deeploop.utils.errors import InputError
 
 BACKENDS = ("grouped_mm", "reference", "megablocks")
-SMALLEST = 1e-9  # of the sum that the kept weights are divided by
+SMALLEST = 1e-30  # of the sum that the kept weights are divided by
 
 
 class Routed(NamedTuple):
