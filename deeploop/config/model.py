@@ -56,6 +56,13 @@ class MoEConfig:
         flag("step size of the bias on router scores that balances experts; 0: no bias"),
         NOT_NEGATIVE,
     ] = 2e-3
+    balance: Annotated[
+        Literal["centred", "released"],
+        flag(
+            "loads that move the bias: centred, all tokens routed, and its mean stays 0; "
+            "released, those within capacity, as LOOM's code"
+        ),
+    ] = "centred"
     backend: Annotated[
         Literal["grouped_mm", "megablocks", "reference"],
         flag("implementation of the experts' matrix products; reference: a plain loop over them"),

@@ -62,40 +62,53 @@ def test_a_run_with_a_bad_gradient_stops(config, quiet):
         trainer.fit()
 
 
-def count_choices(model):
+def count_choices(model, capacity):
     """Count the experts that each MoE's tokens choose, from its inputs, as it runs.
 
-    Returns, for each MoE, int64 [loops, experts], filled by the model's forward.
+    Returns, for each MoE, int64 [loops, experts], filled by the model's forward; the second
+    list counts at most `capacity` tokens of an expert and visit.
     """
-    counted = []
+    counted, within = [], []
     for moe in (s.branch for s in model.sublayers if isinstance(s.branch, MoE)):
-        counted.append(torch.zeros(len(moe.routers), len(moe.bias), dtype=torch.int64))
+        for totals in (counted, within):
+            totals.append(torch.zeros(len(moe.routers), len(moe.bias), dtype=torch.int64))
 
-        def count(moe, inputs, total=counted[-1]):
+        def count(moe, inputs, total=counted[-1], clipped=within[-1]):
             n, router = inputs
             loop = next(i for i, r in enumerate(moe.routers) if r is router)
             score = (n.detach().double() @ router.detach().double().T).sigmoid() + moe.bias
-            total[loop] += score.topk(moe.top_k).indices.flatten().bincount(minlength=len(moe.bias))
+            chosen = score.topk(moe.top_k).indices.flatten().bincount(minlength=len(moe.bias))
+            total[loop] += chosen
+            clipped[loop] += chosen.clamp(max=capacity)
 
         moe.register_forward_pre_hook(count)
-    return counted
+    return counted, within
 
 
+@pytest.mark.parametrize("balance", ["centred", "released"])
 @pytest.mark.parametrize("plan", PLANS)
-def test_the_bias_moves_by_the_loads_of_its_own_layer(plan):
+def test_the_bias_moves_by_the_loads_of_its_own_layer(plan, balance):
+    """By those within each visit's capacity, 12 slots, where LOOM's released code is followed."""
     model, config, batch = make(plan, experts=8)
+    config = config.replace("model.moe", balance=balance)
     moes = [s.branch for s in model.sublayers if isinstance(s.branch, MoE)]
     for moe in moes:
         moe.bias.uniform_(-0.02, 0.02)
         for router in moe.routers:
             router.data.normal_(std=0.25)  # each loop its own
     before = [moe.bias.clone() for moe in moes]
-    loads = count_choices(model)
+    loads, within = count_choices(model, capacity=12)
     metrics = step(model, config, batch)
     assert torch.equal(metrics.loads, torch.stack(loads, 1))
-    wanted = [x.sum(0).double() for x in loads]
-    wanted = [config.model.moe.balance_lr * (x.mean() - x).sign() for x in wanted]
+    all_routed, kept = (
+        [(x.double().sum(0).mean() - x.double().sum(0)).sign() for x in totals]
+        for totals in (loads, within)
+    )
+    wanted = [
+        config.model.moe.balance_lr * x for x in (kept if balance == "released" else all_routed)
+    ]
     assert not torch.equal(*wanted)  # or layers could be exchanged unnoticed
+    assert not all(map(torch.equal, all_routed, kept))
     for moe, old, move in zip(moes, before, wanted, strict=True):
         # A move of all experts together changes no choice.
         moved = moe.bias.double() - old

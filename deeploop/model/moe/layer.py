@@ -189,13 +189,21 @@ def copy_router(moe: MoE) -> None:
 
 
 @torch.no_grad()
-def update_router_bias_(bias: Tensor, load: Tensor, lr: float) -> None:
+def update_router_bias_(bias: Tensor, load: Tensor, lr: float, centred: bool = True) -> None:
     """Add lr * sign(mean(load) - load) to the bias, in place.
 
-    load: int64 [E], of the whole batch. Loads are compared as integers, E load with the sum,
-    so that the bias of a load at the mean does not move.
+    Args:
+        bias: float32 [E].
+        load: int64 [E], of the whole batch. Loads are compared as integers, E load with the
+            sum, so that a load at the mean counts as such.
+        lr: step size.
+        centred: subtract the bias's mean after it. The choice of experts stays the same, as
+            all scores move by as much; without it skewed loads drive the mean ever further
+            from 0, and float32 then rounds the scores.
     """
     bias.add_(torch.sign(load.sum() - load * load.numel()).to(bias.dtype), alpha=lr)
+    if centred:
+        bias.sub_(bias.mean())
 
 
 def _check(
