@@ -1,7 +1,6 @@
 """deeploop diagnose: measure how far the gradients of a shared weight's visits align."""
 
 import dataclasses
-import os
 import time
 from typing import Annotated
 
