@@ -61,6 +61,9 @@ def parse(kind: type[T], **options: Any) -> T:
     except SystemExit as stop:
         if not stop.code:
             raise
+        refusal = refused_section(stop)
+        if refusal is not None:
+            raise refusal from None
         reason, suggestions = read_box(box.getvalue())
         if "PRESET" in options.get("prog", ""):
             refuse_late_preset(reason, arguments)
@@ -69,6 +72,14 @@ def parse(kind: type[T], **options: Any) -> T:
         raise UnknownOptionError(
             f"{reason}; see --help, or perhaps you meant", suggestions
         ) from None
+
+
+def refused_section(stop: SystemExit) -> InputError | None:
+    """Return the refusal that a section of the configuration raised, behind tyro's own error."""
+    error: BaseException | None = stop
+    while error is not None and not isinstance(error, InputError):
+        error = error.__context__
+    return error
 
 
 def read_box(box: str) -> tuple[str, list[str]]:

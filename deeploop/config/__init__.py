@@ -14,9 +14,9 @@ import tyro
 
 from deeploop.config.data import DataConfig
 from deeploop.config.fields import MAY_CHANGE, build, check_fields, replace
-from deeploop.config.model import LoomConfig, ModelConfig, MoEConfig, check_model
+from deeploop.config.model import LoomConfig, ModelConfig, MoEConfig
 from deeploop.config.renames import renamed_fields
-from deeploop.config.train import TrainConfig, check_train
+from deeploop.config.train import TrainConfig
 from deeploop.utils.disk import brief
 from deeploop.utils.errors import InputError
 
@@ -34,8 +34,12 @@ class Config:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_model(self.model)
-        check_train(self.model, self.train)
+        loops, t = self.model.loops, self.train
+        if t.backprop == "last" and t.backprop_loops > loops:
+            raise InputError(
+                f"train.backprop_loops={t.backprop_loops}: must not exceed model.loops={loops} "
+                "with train.backprop=last"
+            )
 
     def replace(self, section: str, **values: Any) -> "Config":
         """Copy with fields of one section (model, model.moe, data, ...) replaced, checked again."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from deeploop.config.fields import FRACTION, MAY_CHANGE, flag
+from deeploop.config.fields import FRACTION, MAY_CHANGE, check_fields, flag
 
 
 @dataclass(frozen=True)
@@ -40,3 +40,6 @@ class DataConfig:
     verify: Annotated[
         bool, flag("compare checksums of cached text and shards of any size"), MAY_CHANGE
     ] = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, "data.")

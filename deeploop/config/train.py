@@ -1,13 +1,10 @@
 """Fields of training."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
-from deeploop.config.fields import FRACTION, MAY_CHANGE, NOT_NEGATIVE, POSITIVE, flag
+from deeploop.config.fields import FRACTION, MAY_CHANGE, NOT_NEGATIVE, POSITIVE, check_fields, flag
 from deeploop.utils.errors import InputError
-
-if TYPE_CHECKING:
-    from deeploop.config.model import ModelConfig
 
 Recompute = Literal["none", "visit", "loop"]
 
@@ -107,19 +104,15 @@ class TrainConfig:
     ] = 2
     out: Annotated[str, flag("run folder; empty: runs/PRESET-RULE-TIME", "--out"), MAY_CHANGE] = ""
 
-
-def check_train(m: "ModelConfig", t: TrainConfig) -> None:
-    """Refuse combinations of training fields that cannot run; raises InputError."""
-    if t.micro_batch > t.batch_size:
-        raise InputError(
-            f"train.micro_batch={t.micro_batch}: must not exceed train.batch_size={t.batch_size}"
-        )
-    if t.backprop == "last" and t.backprop_loops > m.loops:
-        raise InputError(
-            f"train.backprop_loops={t.backprop_loops}: must not exceed model.loops={m.loops} "
-            "with train.backprop=last"
-        )
-    if t.warmup + t.decay > 1:
-        raise InputError(
-            f"train.warmup={t.warmup} and train.decay={t.decay}: must not add up to more than 1"
-        )
+    def __post_init__(self) -> None:
+        check_fields(self, "train.")
+        if self.micro_batch > self.batch_size:
+            raise InputError(
+                f"train.micro_batch={self.micro_batch}: must not exceed "
+                f"train.batch_size={self.batch_size}"
+            )
+        if self.warmup + self.decay > 1:
+            raise InputError(
+                f"train.warmup={self.warmup} and train.decay={self.decay}: must not add up to "
+                "more than 1"
+            )

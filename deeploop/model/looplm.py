@@ -11,6 +11,9 @@ The residual rule (`deeploop.model.residual`) is the one thing that differs betw
 (arXiv 2607.13491), LOOM (arXiv 2610.01153) and the pre-norm baseline.
 """
 
+# An annotation that is evaluated inside `run` would break the graph of torch.compile.
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -46,6 +49,10 @@ class LoopLM(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
+        if not config.vocab_size:
+            raise InputError(
+                "model.vocab_size=0: a model needs a number of ids; give the tokenizer's vocab_size"
+            )
         self.config, self.rule = config, residual_rule(config)
         d, vocab = config.d_model, config.vocab_size
         self.norm_embed = nn.RMSNorm(d) if self.rule.norms_embedding else None

@@ -38,7 +38,7 @@ def parameters(m: ModelConfig) -> int:
 def core_parameters(m: ModelConfig) -> int:
     """Count the parameters of the looped blocks, but for gains."""
     e = m.moe
-    whole = dataclasses.replace(m, moe=dataclasses.replace(e, top_k=e.experts))
+    whole = dataclasses.replace(m, moe=dataclasses.replace(e, top_k=e.experts or e.top_k))
     later_routers = (m.loops - 1) * e.experts * m.d_model if e.router_per_loop else 0
     return m.n_layers * (block_weights(whole) + later_routers)
 

@@ -10,7 +10,7 @@ import pytest
 
 from deeploop.cli import VERBS, main
 from deeploop.cli.train import parse_train
-from deeploop.config import Config
+from deeploop.config import Config, DataConfig, ModelConfig, MoEConfig, TrainConfig
 from deeploop.utils.errors import InputError
 
 TINY = [
@@ -336,3 +336,28 @@ def test_a_profile_is_silent_on_standard_error(tmp_path):
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr == ""
     assert re.search(r"\ntook     [\d.]+ s\n", done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("section", "option", "values"),
+    [
+        (ModelConfig, "--model", {"n_heads": 5}),
+        (ModelConfig, "--model", {"residual": "zzz" * 40}),  # longer than a line of tyro's box
+        (MoEConfig, "--model.moe", {"experts": 4, "top_k": 5}),
+        (TrainConfig, "--train", {"warmup": 0.95}),
+        (DataConfig, "--data", {"val_fraction": 1.0}),
+    ],
+)
+def test_options_are_refused_as_a_section_made_in_python_is(section, option, values, capsys):
+    with pytest.raises(InputError) as refused:
+        section(**values)
+    flags = [w for k, v in values.items() for w in (f"{option}.{k.replace('_', '-')}", str(v))]
+    code, _, said = run(capsys, "train", *flags)
+    assert code == 2 and said == f"deeploop train: {refused.value}\n"
+
+
+def test_options_are_checked_together():
+    """A value that fits the other options alone is refused beside the preset's."""
+    options = ["--model.d-model", "64", "--model.n-heads", "8", "--model.moe.experts", "4"]
+    model = parse_train([*options, "--model.moe.top-k", "2"]).config.model
+    assert (model.d_model, model.n_heads, model.moe.experts, model.moe.top_k) == (64, 8, 4, 2)

@@ -50,6 +50,7 @@ class Routed(NamedTuple):
     shared: Tensor | None  # [..., d] sum of the always-on shared experts
     z: Tensor  # scalar: mean logsumexp^2 of the router's logits
     load: Tensor  # int64 [E]: slots per expert, dropped ones included
+    shape: torch.Size  # [..., d] of the tokens, N in all
 
 
 def combine(f: Tensor | Routed) -> Tensor:
@@ -64,10 +65,8 @@ def combine(f: Tensor | Routed) -> Tensor:
     out, dtype = f.expert_out, torch.promote_types(f.expert_out.dtype, torch.float32)
     kept = (f.slots >= 0)[..., None]
     chosen = out[f.slots.clamp(min=0).long()].where(kept, 0).to(dtype)
-    y = torch.einsum("nk,nkd->nd", f.weights.to(dtype), chosen)
-    if f.shared is None:
-        return y.to(out.dtype)
-    return (y.view(f.shared.shape) + f.shared).to(out.dtype)
+    y = torch.einsum("nk,nkd->nd", f.weights.to(dtype), chosen).view(f.shape)
+    return (y if f.shared is None else y + f.shared).to(out.dtype)
 
 
 class Groups(NamedTuple):
@@ -171,7 +170,7 @@ class MoE(nn.Module):
         else:
             run = experts.grouped_mm if self.backend == "grouped_mm" else experts.reference
             expert_out = run(x, self.gate_up, self.down, *groups)
-        return Routed(expert_out, slots, weights, shared, z, load)
+        return Routed(expert_out, slots, weights, shared, z, load, n.shape)
 
     def capacity(self, n_tokens: int) -> int | None:
         """Return the slots an expert takes of one micro-batch; None where there is no limit."""

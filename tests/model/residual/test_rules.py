@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import deeploop
-from deeploop.config import ModelConfig, MoEConfig
+from deeploop.config import LoomConfig, ModelConfig, MoEConfig
 from deeploop.config.model import RESIDUALS
 from deeploop.model.looplm import LoopLM
 from deeploop.model.residual import Residual, residual_rule
@@ -23,6 +23,7 @@ from tests.helpers.plain_model import (
 )
 
 EXPERTS = MoEConfig(experts=4, top_k=2, d_expert=8, shared=1, capacity_factor=0.0)
+ROUTED_ALONE = dataclasses.replace(EXPERTS, shared=0)
 
 
 def small(residual: str, **changes) -> ModelConfig:
@@ -43,6 +44,17 @@ def tokens(batch=2, length=16, vocab=31):
 def test_model_and_gradients_are_those_of_the_rules_reference(residual, moe, shape):
     torch.manual_seed(0)
     model = scattered(LoopLM(small(residual, moe=moe, **shape)))
+    check_gradients(model, tokens(), rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("backend", ["grouped_mm", "reference"])
+@pytest.mark.parametrize(
+    ("residual", "loom"), [*((name, {}) for name in RESIDUALS), ("loom", {"branch_norm": False})]
+)
+def test_experts_without_a_shared_one(residual, loom, backend):
+    torch.manual_seed(0)
+    moe = dataclasses.replace(ROUTED_ALONE, backend=backend)
+    model = scattered(LoopLM(small(residual, moe=moe, loom=LoomConfig(**loom))))
     check_gradients(model, tokens(), rtol=1e-8, atol=1e-10)
 
 
