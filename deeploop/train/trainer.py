@@ -210,7 +210,7 @@ class Trainer:
             )  # fmt: skip
         if loss is None:
             return
-        bits = bits_per_byte(loss, self.corpus)
+        bits = bits_per_byte(loss, self.corpus, t.eval_tokens)
         self.metrics.write(step=self.done, val_loss=loss, val_bits_per_byte=bits)
         if not math.isfinite(loss):
             raise self.diverged("held-out loss is not finite at step")
@@ -270,9 +270,10 @@ class Trainer:
         if stopped_by is not None:
             values["stopped_by"] = signal.Signals(stopped_by).name
         else:
-            values["val_loss"] = self.validated[1]
-            values["val_bits_per_byte"] = bits_per_byte(self.validated[1], self.corpus)
-            values["val_tokens"] = held_out_targets(self.corpus, self.config.train.eval_tokens)
+            loss, tokens = self.validated[1], self.config.train.eval_tokens
+            values["val_loss"] = loss
+            values["val_bits_per_byte"] = bits_per_byte(loss, self.corpus, tokens)
+            values["val_tokens"] = held_out_targets(self.corpus, tokens)
         if not self.ranks.is_main:
             return values
         if stopped_by is None:
