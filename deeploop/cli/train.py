@@ -73,6 +73,7 @@ def run(arguments: list[str]) -> int:
     from deeploop.utils.distributed import init_distributed
 
     with init_distributed() as ranks, one_speaks(ranks):
+        on_every_rank(ranks, lambda: parsed)  # a rank with refused options is in `refuse_together`
         console = open_console(quiet=not ranks.is_main)
 
         def build() -> "Trainer":
