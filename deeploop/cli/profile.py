@@ -39,6 +39,7 @@ def run(arguments: list[str]) -> int:
 
     steps = profile.Steps(parsed.warmup, parsed.config.train.steps, parsed.traced)
     with init_distributed() as ranks, one_speaks(ranks):
+        on_every_rank(ranks, lambda: parsed)  # a rank with refused options is in `refuse_together`
         console = open_console(quiet=not ranks.is_main)
         trainer = on_every_rank(
             ranks, lambda: profile.open_profile(parsed.config, steps, console, ranks)

@@ -73,6 +73,7 @@ def run(arguments: list[str]) -> int:
     from deeploop.utils.distributed import init_distributed
 
     with init_distributed() as ranks, one_speaks(ranks):
+        on_every_rank(ranks, lambda: parsed)  # a rank with refused options is in `refuse_together`
         console = open_console(quiet=not ranks.is_main)
 
         def build() -> "Trainer":
@@ -108,7 +109,8 @@ def report(summary: dict[str, Any], trainer: "Trainer", console: "Console", dura
     floors = ", ".join(f"{name} {nats * scale:.3f}" for name, nats in trainer.floors.items())
     targets, every = summary["val_tokens"], len(trainer.corpus.val) - 1
     cut = f" on the first {targets:,} of {every:,} tokens" if targets < every else ""
-    held_out = f"{summary['val_loss'] * scale:.3f} {unit}{cut}"
+    bits = summary["val_bits_per_byte"] if per_byte else summary["val_loss"] * scale
+    held_out = f"{bits:.3f} {unit}{cut}"
     say(console, f"held out {held_out} (counts alone: {floors})", indent=INDENT)
     rate = summary["tokens_per_second"]
     speed = f"{rate:,.0f} tokens/s, " if rate else ""

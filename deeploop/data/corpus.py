@@ -58,6 +58,19 @@ class Corpus:
         """UTF-8 bytes per token of val: bits per byte are loss / ln 2 / bytes_per_token."""
         return self.val_bytes / len(self.val) if self.val_bytes and len(self.val) else None
 
+    def first_bytes_per_token(self, tokens: int) -> float | None:
+        """Return the UTF-8 bytes per token of the first `tokens` tokens of val.
+
+        Those of all of val where the bytes of a token depend on the ids around it.
+        """
+        mean = self.bytes_per_token
+        if mean is None or self.tokenizer is None or tokens >= len(self.val):
+            return mean
+        first = _count_bytes(self.val.view(0, tokens), self.tokenizer)
+        every = _count_bytes(self.val, self.tokenizer)
+        # Scaled, because a tokenizer that changes the text has other bytes in its tokens.
+        return mean * first / every * len(self.val) / tokens if first and every else mean
+
     def describe(self) -> str:
         """Return one line for the start of a log: name, tokens, tokenizer, vocabulary."""
         facts = [

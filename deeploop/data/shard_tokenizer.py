@@ -7,6 +7,8 @@ from deeploop.data.characters import META_PICKLE
 from deeploop.data.tokenizer import Tokenizer, load_tokenizer
 from deeploop.utils.errors import InputError
 
+GPT2_VOCAB = 50257  # ids of GPT-2's tokenizer
+
 
 def shard_tokenizer(source: Path, spec: str, meta: dict[str, Any]) -> tuple[Tokenizer | None, str]:
     """Load the tokenizer of shards, and a note where none could be loaded.
@@ -16,7 +18,8 @@ def shard_tokenizer(source: Path, spec: str, meta: dict[str, Any]) -> tuple[Toke
         spec: tokenizer asked for; "auto": the one that the shards name.
         meta: meta.json of the shards; empty: none.
 
-    Presets ask for GPT-2's, which needs a network once: without one, shards still train.
+    Presets ask for GPT-2's, which needs a network once: without one, shards still train,
+    unless they name a tokenizer with another number of ids.
 
     Raises:
         InputError: the tokenizer asked for cannot be loaded, or is not that of the shards.
@@ -27,7 +30,7 @@ def shard_tokenizer(source: Path, spec: str, meta: dict[str, Any]) -> tuple[Toke
     try:
         given = load_tokenizer(spec)
     except InputError as error:
-        if spec != "gpt2":
+        if spec != "gpt2" or (named and named.vocab_size != GPT2_VOCAB):
             raise
         return named, str(error)
     wanted = meta.get("vocab_size", named.vocab_size if named else given.vocab_size)

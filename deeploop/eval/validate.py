@@ -71,7 +71,15 @@ def validate(
     return float(total) / count
 
 
-def bits_per_byte(nats_per_token: float, corpus: Corpus) -> float | None:
-    """Convert nats per token to bits per UTF-8 byte; None where the corpus has no byte count."""
-    per_token = corpus.bytes_per_token
+def bits_per_byte(nats_per_token: float, corpus: Corpus, tokens: int = 0) -> float | None:
+    """Convert nats per token to bits per UTF-8 byte of the text that was predicted.
+
+    Args:
+        nats_per_token: what `validate` returned.
+        tokens: as for `validate`; 0 means all.
+
+    Returns:
+        The bits; None where the corpus has no byte count.
+    """
+    per_token = corpus.first_bytes_per_token(held_out_targets(corpus, tokens) + 1)
     return None if per_token is None else nats_per_token / math.log(2) / per_token

@@ -331,6 +331,9 @@ def restarted(config: Config) -> checkpoint.Checkpoint | None:
     precision = config.train.precision
     precision = ckpt.config.train.precision if precision == "auto" else precision
     wanted = config.replace("model", vocab_size=vocab).replace("train", precision=precision)
+    # Stored as they are valid everywhere; `check_same_corpus` compares the tokens themselves.
+    data = ckpt.config.data
+    wanted = wanted.replace("data", path=data.path, tokenizer=data.tokenizer)
     return None if difference(wanted, ckpt.config) else ckpt
 
 

@@ -33,7 +33,7 @@ from deeploop.utils.console import open_console
 from deeploop.utils.device import autocast, device_name, peak_memory
 from deeploop.utils.disk import write_json
 from deeploop.utils.distributed import Ranks
-from deeploop.utils.errors import Diverged
+from deeploop.utils.errors import Diverged, InputError
 from deeploop.utils.spans import span
 
 SAMPLE_PROMPT, SAMPLE_TOKENS = 32, 200
@@ -67,6 +67,7 @@ class Trainer:
         self.lock = contextlib.ExitStack()  # holds the lock on the run folder until fit ends
         self.done = 0
         self.stopped: list[int] = []  # signals that ask the run to stop, received so far
+        self.inputs: Tensor | None = None  # this rank's sequences of the last step, int64 [B, T]
         self.validated = -1, math.nan  # at which step, to how many nats per token
         self.nonfinite = torch.zeros((), dtype=torch.bool, device=self.device)
         self.speed = Throughput(config.train.batch_size * config.model.seq_len)
@@ -101,6 +102,17 @@ class Trainer:
                 return self.summary(stopped_by)
 
     def run_steps(self) -> int | None:
+        """Take the steps that are left; on bad input, such as a corpus that changed, save first."""
+        try:
+            return self.take_steps()
+        except InputError:
+            # Saving takes all ranks, and only this one may have the error.
+            if self.ranks.world == 1 and self.inputs is not None:
+                with contextlib.suppress(InputError, Diverged):  # the first error says more
+                    self.save()
+            raise
+
+    def take_steps(self) -> int | None:
         """Take the steps that are left, and validate the last one.
 
         Returns:
@@ -141,10 +153,12 @@ class Trainer:
     def step(self, observe: bool = False) -> StepMetrics:
         """Take the next step of the run (`deeploop.train.step`)."""
         with span("data"):
-            inputs, targets = self.batch()
+            self.inputs, targets = self.batch()
             micro_batches = [
                 (self.send(x), self.send(y))
-                for x, y in zip(inputs.split(self.micro), targets.split(self.micro), strict=True)
+                for x, y in zip(
+                    self.inputs.split(self.micro), targets.split(self.micro), strict=True
+                )
             ]
         lr = learning_rate(self.done, self.config.train)
         metrics = train_step(
@@ -166,6 +180,11 @@ class Trainer:
             seq_len=self.config.model.seq_len,
             rows=self.sequences,
         )
+
+    def last_inputs(self) -> Tensor:
+        """Return the first micro-batch of the last step, of the next before any, on the device."""
+        inputs = self.batch()[0] if self.inputs is None else self.inputs
+        return inputs[: self.micro].to(self.device)
 
     def send(self, x: Tensor) -> Tensor:
         """Copy a tensor to the run's device, without waiting on CUDA."""
@@ -210,7 +229,7 @@ class Trainer:
             )  # fmt: skip
         if loss is None:
             return
-        bits = bits_per_byte(loss, self.corpus)
+        bits = bits_per_byte(loss, self.corpus, t.eval_tokens)
         self.metrics.write(step=self.done, val_loss=loss, val_bits_per_byte=bits)
         if not math.isfinite(loss):
             raise self.diverged("held-out loss is not finite at step")
@@ -240,7 +259,7 @@ class Trainer:
 
     def check_state(self) -> None:
         """Raise Diverged if a weight, a moment or the stream is not finite on any rank."""
-        tokens = self.batch()[0][: self.micro].to(self.device)
+        tokens = self.last_inputs()
         with autocast(self.device, self.config.train.precision):
             finite = stream_is_finite(self.model, tokens)
         finite &= state_is_finite(self.model, self.optimizer)
@@ -255,7 +274,7 @@ class Trainer:
 
     def diverged(self, reason: str) -> Diverged:
         """Return the error that ends the run: the reason, the worst visit and a remedy."""
-        worst = largest_rms(self.model, self.batch()[0][: self.micro].to(self.device))
+        worst = largest_rms(self.model, self.last_inputs())
         kept = checkpoint.steps(self.folder)
         scale = "" if self.config.model.exponent is None else " or a larger model.p"
         return Diverged(
@@ -270,9 +289,10 @@ class Trainer:
         if stopped_by is not None:
             values["stopped_by"] = signal.Signals(stopped_by).name
         else:
-            values["val_loss"] = self.validated[1]
-            values["val_bits_per_byte"] = bits_per_byte(self.validated[1], self.corpus)
-            values["val_tokens"] = held_out_targets(self.corpus, self.config.train.eval_tokens)
+            loss, tokens = self.validated[1], self.config.train.eval_tokens
+            values["val_loss"] = loss
+            values["val_bits_per_byte"] = bits_per_byte(loss, self.corpus, tokens)
+            values["val_tokens"] = held_out_targets(self.corpus, tokens)
         if not self.ranks.is_main:
             return values
         if stopped_by is None:

@@ -119,7 +119,7 @@ def init_distributed() -> Iterator[Ranks]:
     try:
         # gloo beside nccl reduces tensors of the host, so that `any_rank` waits for no GPU.
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-    except dist.DistError as error:
+    except RuntimeError as error:  # gloo raises a plain one, torch its DistError
         address = ":".join(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
         raise InputError(
             f"MASTER_ADDR and MASTER_PORT, {address}: rank {here.rank} cannot join the "

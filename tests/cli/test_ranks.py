@@ -53,6 +53,24 @@ def test_options_that_every_rank_refuses_are_named_once(verb, rank, capsys, monk
     assert code == 2 and said.count("\n") == said.count("model.loops=0") == (rank == 0)
 
 
+@pytest.mark.parametrize(
+    ("verb", "opens"),
+    [("train", "train.setup.open_run"), ("profile", "analyze.profile.profile.open_profile")],
+)
+def test_a_rank_waits_for_no_message_of_one_whose_options_were_refused(verb, opens, monkeypatch):
+    """Opening a run exchanges messages, which a rank without a run does not send."""
+    ranks, opened = Several(0, 2), []
+    ranks.refusing = (1,)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(
+        "deeploop.utils.distributed.init_distributed", lambda: contextlib.nullcontext(ranks)
+    )
+    monkeypatch.setattr(f"deeploop.{opens}", lambda *args: opened.append(args))
+    with pytest.raises(SystemExit) as stopped:
+        main([verb])
+    assert stopped.value.code == 2 and not opened
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_run_that_diverges_is_reported_by_the_main_rank(rank):
     with pytest.raises(SystemExit if rank else Diverged), one_speaks(Ranks(rank, 2)):

@@ -1,11 +1,14 @@
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from deeploop.config import ModelConfig
-from deeploop.data.corpus import load_corpus
+from deeploop.data.characters import CharacterTokenizer
+from deeploop.data.corpus import Corpus, load_corpus
+from deeploop.data.stream import ArraySegment, TokenStream
 from deeploop.eval.validate import bits_per_byte, validate
 from deeploop.model.looplm import LoopLM
 from deeploop.model.loss import linear_cross_entropy
@@ -94,6 +97,18 @@ def test_bits_per_byte_of_bytes_are_bits_per_token(corpus_file):
     assert bits_per_byte(math.log(2), corpus) == pytest.approx(1.0)
     wide = dataclasses.replace(corpus, val_bytes=3 * len(corpus.val))
     assert bits_per_byte(math.log(2), wide) == pytest.approx(1 / 3)
+
+
+def test_bits_per_byte_count_the_bytes_of_the_targets_that_were_predicted():
+    """A capped validation reads the beginning of val, whose tokens may be shorter than the rest."""
+    letters = CharacterTokenizer(["a", "é"], "table")
+    ids = np.array([0] * 40 + [1] * 60, np.uint32)
+    stream = TokenStream([ArraySegment("letters", ids)], 2)
+    corpus = Corpus("letters", stream, stream, 2, letters, 160, 160)
+    assert bits_per_byte(math.log(2), corpus, 20) == pytest.approx(1.0)
+    assert bits_per_byte(math.log(2), corpus, 79) == pytest.approx(80 / 120)
+    for every in (0, 99, 1000):
+        assert bits_per_byte(math.log(2), corpus, every) == pytest.approx(100 / 160)
 
 
 def test_the_bf16_error_of_a_shared_weights_gradient_does_not_grow_with_the_loops():

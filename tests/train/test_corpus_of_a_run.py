@@ -38,6 +38,22 @@ def test_a_moved_corpus_is_gone_on_with_and_a_changed_one_refused(config, quiet,
         open_run(config.replace("data", val_fraction=0, path=str(moved)), quiet)
 
 
+def test_a_corpus_that_changes_under_a_run_costs_no_steps(config, quiet, monkeypatch):
+    trainer = open_run(config.replace("train", steps=9, save_every=0, log_every=1), quiet)
+    text = Path(config.data.path)
+    log = trainer.log
+
+    def log_and_change(metrics):
+        log(metrics)
+        if trainer.done == 2:
+            text.write_bytes(text.read_bytes()[::-1])
+
+    monkeypatch.setattr(trainer, "log", log_and_change)
+    with pytest.raises(InputError, match="other content than when it was opened"):
+        trainer.fit()
+    assert checkpoint.find(config.train.out).step == 2
+
+
 @pytest.fixture
 def shards(tmp_path):
     """nanoGPT's two files, of the characters "a" to "h"."""

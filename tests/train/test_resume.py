@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -124,6 +125,9 @@ def test_torchruns_restart_goes_on(short, quiet, monkeypatch):
     refused(lambda: open_run(again, quiet), "already exists")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert open_run(again, quiet).done == 2
+    text = Path(again.data.path)
+    monkeypatch.chdir(text.parent)  # the run has stored the absolute path
+    assert open_run(again.replace("data", path=text.name), quiet).done == 2
     refused(lambda: open_run(again.replace("train", lr=0.5), quiet), "already exists")
 
 
