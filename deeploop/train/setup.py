@@ -54,11 +54,11 @@ def resolve(config: Config, corpus: Corpus, ranks: Ranks) -> Config:
         )
     m, t = config.model, config.train
     cut_off = t.backprop == "last" and t.backprop_loops < m.loops
-    if m.prelude and cut_off and not residual_rule(m).uses_input:
+    if m.prelude and cut_off and m.inject == "none" and not residual_rule(m).uses_input:
         raise InputError(
             f"model.prelude={m.prelude}: gets no gradient with train.backprop=last under "
-            f"model.residual={m.residual}, which injects nothing into later loops; use full or "
-            "segments, or model.prelude 0"
+            f"model.residual={m.residual} and model.inject=none: later loops do not read its output; "
+            "use full or segments, model.inject, or model.prelude 0"
         )
     if m.moe.experts and m.moe.backend == "grouped_mm":
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
