@@ -14,17 +14,17 @@ from __future__ import annotations
 import argparse
 import collections
 import functools
-import multiprocessing
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from deeploop.utils.processes import worker_pool
 
 from . import _launch, registry
 
@@ -76,10 +76,8 @@ def least_share(op: str) -> float:
     return VECTOR_SHARES.get(op, VECTOR_SHARE)
 
 
-def compile_launch(launch: _launch.Launch, arch: int) -> Any:
-    """Compile a launch for compute capability arch (90 is an H100 or H200)."""
-    import triton
-    from triton.backends.compiler import GPUTarget
+def ast_source(launch: _launch.Launch) -> Any:
+    """Return a launch's kernel with its types and constants, as Triton's compiler takes it."""
     from triton.compiler import ASTSource
 
     names = {dtype: f"*{name}" for name, dtype in DTYPES.items()}
@@ -99,9 +97,16 @@ def compile_launch(launch: _launch.Launch, arch: int) -> Any:
             attributes[(i,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32" if isinstance(value, float) else "i32"
-    source = ASTSource(launch.kernel, signature, constants, attributes)
+    return ASTSource(launch.kernel, signature, constants, attributes)
+
+
+def compile_launch(launch: _launch.Launch, arch: int) -> Any:
+    """Compile a launch for compute capability arch (90 is an H100 or H200)."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
     target = GPUTarget("cuda", arch, 32)
-    return triton.compile(source, target=target, options=launch.options)
+    return triton.compile(ast_source(launch), target=target, options=launch.options)
 
 
 def read(kernel: Any) -> Report:
@@ -197,9 +202,9 @@ def main(argv: list[str] | None = None) -> int:
         f"{'shared':>7}{'atomics':>8}{'128-bit':>8}{'loads':>6}{'stores':>7}{'instr':>6}"
     )
     failed = 0
-    todo = tasks(options)
+    todo = [task for task in tasks(options) if task.launches()]
     workers = min(len(todo), os.cpu_count() or 1)
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+    with worker_pool(workers) as pool:
         for task, reports in zip(todo, pool.map(inspect, todo), strict=True):
             for title, warps, r in reports:
                 print(

@@ -19,7 +19,7 @@ sum((dh' + r2 * dn * w_next) * fw) - r2^2 * m2 * sum(h' * fw).
 
 Shapes: h, f [..., d]; gains [d]; h' and n like h. Dtypes: h' as h, n as f, each
 gradient as its tensor; arithmetic in float32 (float64 if any input is), with n
-computed from the unrounded h'. scale and eps are data: a new value recompiles nothing.
+computed from the unrounded h'. scale and eps are data: no value compiles the kernel again.
 
 Bytes, in passes over [rows, d] (plus O(rows) statistics and O(d) gains):
 forward 4 (reads h, f; writes h', n), backward 6 (reads dh', dn, h, f; writes dh,
@@ -69,7 +69,7 @@ def branch_sandwich(
         f: branch output, like h; may have another float dtype.
         w_branch: gain of the branch norm, [d], or None for ones.
         w_next: gain of the next sublayer's norm, [d], or None for ones.
-        scale: factor of the normed branch; a run-time number, no new value recompiles.
+        scale: factor of the normed branch; a run-time number: no value compiles the kernel again.
         eps: added to the mean square under both roots.
         norm: False leaves the second norm out; w_next must then be None.
 

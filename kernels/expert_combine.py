@@ -25,8 +25,8 @@ slot out of range is refused.
 Shapes: h, shared [..., d] with T tokens, routed [S, d], slots and weights [T, k],
 gains [d]; h' and n like h. Dtypes: slots int32 or int64, weights float32; h' as
 h, n as routed, each gradient as its tensor; arithmetic in float32 (float64 if
-any input is), n from the unrounded h'. scale and eps are data: a new value recompiles
-nothing.
+any input is), n from the unrounded h'. scale and eps are data: no value
+compiles the kernel again.
 
 Bytes, in passes over [T, d] (plus O(T k) and O(d)): forward k + 4 (reads k rows of
 routed, shared, h; writes h', n), backward 2 k + 6 (reads dh', dn, h, shared, k rows;
@@ -92,7 +92,7 @@ def expert_combine(
         shared: output of the shared expert, like h, or None.
         w_branch: gain of the branch norm, [d], or None for ones.
         w_next: gain of the next sublayer's norm, [d], or None for ones.
-        scale: factor of the normed branch; a run-time number, no new value recompiles.
+        scale: factor of the normed branch; a run-time number: no value compiles the kernel again.
         eps: added to the mean square under both roots.
         norm: False leaves the second norm out; w_next must then be None.
 

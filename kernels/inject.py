@@ -44,7 +44,7 @@ def inject(
         h: residual stream, [..., d], a float dtype.
         x: input to mix in (the embedding), like h; may have another float dtype.
         w_next: gain of the next sublayer's norm, [d], or None for ones.
-        keep: factor of h; a run-time number, no new value recompiles.
+        keep: factor of h; a run-time number: no value compiles the kernel again.
         add: factor of x, likewise.
         eps: added to the mean square under the root.
         norm: False leaves the norm out; w_next must then be None.

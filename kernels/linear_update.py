@@ -24,7 +24,7 @@ norm nothing. h' is computed from the unrounded L' and G'.
 
 Shapes: h, f, L, G [..., d]; w_next [d]. Dtypes: h' as h, n as f, L' and G' as
 requested, each gradient as its tensor; arithmetic in float32 (float64 if any input
-is). The eight coefficients and eps are data: a new value recompiles nothing.
+is). The eight coefficients and eps are data: no value compiles the kernel again.
 
 A launch reads each given input once and writes each requested output once, plus
 O(rows) statistics and O(d) gains; each op's docstring counts its passes. The gradient

@@ -90,7 +90,7 @@ def looping_update(
         scale: c, the factor of the branch.
         decay: b, the factor of the memories.
         read_local, read_global: factors from `looping_coefficients`. All four are run-time
-            numbers; no new value recompiles.
+            numbers: no value compiles the kernel again.
         eps: added to the mean square under the root.
         norm: False leaves the norm out; w_next must then be None.
         memory_dtype: dtype of L' if there is no memory yet (default: float32, or float64

@@ -19,7 +19,7 @@ mean(h'^2) = 1 / r2^2 - eps: one pass over the row gives both row sums.
 
 Shapes: h, f [..., d]; gains [d]; h' and n like h. Dtypes: h' as h, n as f, each
 gradient as its tensor; arithmetic in float32 (float64 if any input is), with n
-computed from the unrounded h'. alpha and eps are data: a new value recompiles nothing.
+computed from the unrounded h'. alpha and eps are data: no value compiles the kernel again.
 
 Bytes, in passes over [rows, d] (plus O(rows) statistics and O(d) gains):
 forward 4 (reads h, f; writes h', n), backward 6 (reads dh', dn, h, f; writes dh,
@@ -78,7 +78,7 @@ def post_sandwich(
         f: branch output, like h; may have another float dtype.
         w_out: gain of the post norm, [d], or None for ones.
         w_next: gain of the next sublayer's norm, [d], or None for ones.
-        alpha: scale of the stream; a run-time number, no new value recompiles.
+        alpha: scale of the stream; a run-time number: no value compiles the kernel again.
         eps: added to the mean square under both roots.
         norm: False leaves the second norm out; w_next must then be None.
 

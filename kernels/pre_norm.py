@@ -48,7 +48,7 @@ def pre_norm(
         h: residual stream, [..., d], a float dtype.
         f: branch output, like h; may have another float dtype.
         w_next: gain of the next sublayer's norm, [d], or None for ones.
-        scale: factor of the branch; a run-time number, no new value recompiles.
+        scale: factor of the branch; a run-time number: no value compiles the kernel again.
         eps: added to the mean square under the root.
         norm: False leaves the norm out; w_next must then be None.
 

@@ -11,6 +11,15 @@ from deeploop.config import Config, DataConfig, ModelConfig, TrainConfig
 settings.register_profile("deeploop", deadline=None)
 settings.load_profile("deeploop")
 
+# Files whose tests take long or share a fixture that does. One worker starts with them, and the
+# other takes tests from the end of its list once its own are done: the last ones are short.
+LONG = ("test_readmes", "test_distributed", "test_interpreter", "test_traffic", "test_trainer_loom")
+
+
+def pytest_collection_modifyitems(items):
+    """Put the long tests first."""
+    items.sort(key=lambda item: item.path.stem not in LONG)
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):

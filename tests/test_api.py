@@ -1,5 +1,6 @@
 """The Python interface: names of `deeploop`, and a training loop of one's own."""
 
+import runpy
 import subprocess
 import sys
 
@@ -19,6 +20,14 @@ def test_import_loads_nothing_else():
         "assert not heavy, heavy\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize("module", ["deeploop", "deeploop.cli"])
+def test_the_package_runs_as_a_module(module, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [module, "--version"])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_module(module, run_name="__main__")
+    assert stop.value.code == 0 and capsys.readouterr().out == f"{deeploop.__version__}\n"
 
 
 def test_every_name_is_there_and_no_other():

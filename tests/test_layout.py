@@ -1,18 +1,25 @@
-"""How the source is laid out: which folder may import which, and how long things may be."""
+"""The layout of the source: which folder may import which, lengths, and what is packaged."""
 
 import ast
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 import deeploop
+import deeploop.kernels
 
 ROOT = Path(deeploop.__file__).parent
+KERNELS = Path(deeploop.kernels.__file__).parent
 # A folder imports itself and those before it.
 ORDER = [
     "utils", "kernels", "config", "data", "runs", "model", "eval", "train", "analyze", "cli",
 ]  # fmt: skip
-SOURCES = sorted([*ROOT.rglob("*.py"), *(ROOT / "kernels").rglob("*.py")])
+SOURCES = {path: path.relative_to(ROOT) for path in sorted(ROOT.rglob("*.py"))}
+SOURCES |= {path: "kernels" / path.relative_to(KERNELS) for path in sorted(KERNELS.rglob("*.py"))}
+every_source = pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(SOURCES[path]))
 MAX_LINES, MAX_FUNCTION_LINES = 400, 60
 
 
@@ -30,9 +37,9 @@ def imported(tree, path):
                 yield parts[1]
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+@every_source
 def test_imports_go_left_to_right(path):
-    folder = path.relative_to(ROOT).parts[0]
+    folder = SOURCES[path].parts[0]
     if folder in ORDER:
         for other in imported(ast.parse(path.read_text()), path):
             assert ORDER.index(other) <= ORDER.index(folder), f"{folder} imports {other}"
@@ -40,15 +47,49 @@ def test_imports_go_left_to_right(path):
 
 def test_every_folder_has_its_place_in_the_order():
     folders = {p.name for p in ROOT.iterdir() if p.is_dir() and not p.name.startswith("_")}
-    assert folders == set(ORDER)
+    assert folders | {"kernels"} == set(ORDER)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+@every_source
 def test_files_and_functions_are_short(path):
     text = path.read_text()
     assert text.count("\n") <= MAX_LINES
-    if "triton" in path.parts:
-        return  # a Triton kernel is one function
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):
             assert node.end_lineno - node.lineno < MAX_FUNCTION_LINES, node.name
+
+
+def test_a_checkout_has_no_link_and_names_nothing_but_its_kernels():
+    """A .zip of the repository turns links into files, as does git on Windows."""
+    checkout = ROOT.parent
+    assert not any(p.is_symlink() for p in (*ROOT.rglob("*"), *KERNELS.rglob("*")))
+    assert (checkout / "kernels") == KERNELS
+    assert all(find_spec(f"deeploop.{name}") is None for name in ("tests", "bench", "setup"))
+
+
+def test_a_checkout_on_the_path_is_used_beside_an_editable_install_of_another(tmp_path):
+    """setuptools' finder of an editable install answers for every module of the package."""
+    script = f"""
+import importlib.util, sys
+class Other:
+    def find_spec(name, path=None, target=None):
+        return importlib.util.spec_from_file_location(name, {str(tmp_path / "other.py")!r})
+sys.meta_path.append(Other)
+print(importlib.util.find_spec("deeploop.kernels").origin)
+"""
+    environment = {"PYTHONPATH": str(ROOT.parent)}
+    command = [sys.executable, "-c", script]
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert result.stdout.strip() == str(ROOT.parent / "kernels" / "__init__.py"), result.stderr
+
+
+def test_every_folder_is_packaged(monkeypatch):
+    setuptools = pytest.importorskip("setuptools", reason="setuptools is not installed")
+    given = {}
+    monkeypatch.setattr(setuptools, "setup", given.update)
+    monkeypatch.chdir(ROOT.parent)
+    exec((ROOT.parent / "setup.py").read_text(), {})
+    folders = {path.parent for path in SOURCES.values() if path.name == "__init__.py"}
+    assert set(given["packages"]) == {".".join(("deeploop", *f.parts)) for f in folders}
+    assert given["package_dir"] == {"deeploop.kernels": "kernels"}
+    assert given["package_data"] == {"deeploop": ["py.typed"]} and (ROOT / "py.typed").exists()

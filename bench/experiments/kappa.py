@@ -27,7 +27,6 @@ from rich.console import Console
 from bench.harness.markdown import markdown_table, mean_and_range
 from bench.harness.stored import read_json
 from deeploop.analyze.diagnose.diagnose import checkpoints, diagnose
-from deeploop.analyze.plan.fits import check_memory
 from deeploop.config import Config
 from deeploop.config.presets import preset
 from deeploop.config.scaling import threshold_exponent
@@ -84,14 +83,14 @@ def measure(config: Config) -> Result:
     if not complete(summary):
         shutil.rmtree(folder, ignore_errors=True)
         try:
-            open_run(config, quiet, check=check_memory).fit()
+            open_run(config, quiet).fit()
         except Diverged as error:
             return {"diverged": str(error)}
         if not complete(summary):  # a signal stopped the run, and is meant for this process, too
             raise KeyboardInterrupt
     if not diagnosis.exists():
         saved = checkpoints(str(folder))
-        diagnose(saved[-1].config, saved, quiet, batch_size=64)
+        diagnose(saved[-1].config, saved, quiet, sequences=64)
     content = json.loads(diagnosis.read_text())
     fields = ("n_layers", "sequences", "seq_len", "probes", "torch")
     return {key: content[key] for key in fields} | {

@@ -5,13 +5,14 @@ line is its key in the file. Only runs that the file lacks are trained, so a swe
 at any time and seeds can be added later.
 """
 
+import functools
 import json
 import multiprocessing
 import os
 import signal
 import tempfile
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ import torch
 from rich.console import Console
 
 from bench.harness.stored import read_json
-from deeploop.analyze.plan.fits import check_memory
 from deeploop.cli.train import parse_train
 from deeploop.eval.validate import bits_per_byte
 from deeploop.model.looplm import count_parameters
@@ -27,6 +27,7 @@ from deeploop.train.setup import open_run
 from deeploop.utils.device import device_name
 from deeploop.utils.disk import write_text
 from deeploop.utils.errors import Diverged, InputError
+from deeploop.utils.processes import worker_pool
 
 Result = dict[str, Any]
 Results = dict[str, Result]
@@ -46,7 +47,7 @@ def train(run: str, scratch: str | None = None) -> Result | None:
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         flags = ["--train.eval-every", "0", "--train.save-every", "0", "--out", f"{folder}/run"]
         config = parse_train(run.split() + flags).config
-        trainer = open_run(config, Console(quiet=True), check=check_memory)
+        trainer = open_run(config, Console(quiet=True))
         about: Result = {
             "unigram_bits_per_byte": bits_per_byte(trainer.floors["unigram"], trainer.corpus),
             "parameters": count_parameters(trainer.model),
@@ -101,12 +102,8 @@ def sweep(runs: Sequence[str], file: Path, jobs: int) -> Results:
     """Train the runs that the file lacks, `jobs` at a time, each on its share of the cores."""
     results = load(file) if file.exists() else {}
     missing = [run for run in runs if run not in results]
-    pool = ProcessPoolExecutor(
-        jobs,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=torch.set_num_threads,
-        initargs=(max(1, (os.cpu_count() or 1) // jobs),),
-    )
+    threads = max(1, (os.cpu_count() or 1) // jobs)
+    pool = worker_pool(jobs, functools.partial(torch.set_num_threads, threads))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt, too
     with tempfile.TemporaryDirectory() as scratch:
         try:

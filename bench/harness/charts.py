@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from matplotlib import colormaps
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from bench.harness.record import Record
 from bench.harness.tables import PEERS, TITLES, strongest
@@ -103,21 +104,33 @@ def roofline(records: list[Record]) -> Figure | None:
         edges = sorted({low / 2, matmul * 1e3 / copy, max(high, matmul * 1e3 / copy) * 2})
         line = [roof(x, copy, matmul) for x in edges]
         axes.plot(edges, line, "k", linestyle=style, label=f"copy, {dtype} matrix product")
-    for index, suite in enumerate(dict.fromkeys(p.suite for p in dots)):
+    markers = itertools.cycle("os^Dv")
+    suites = zip(dict.fromkeys(p.suite for p in dots), markers, strict=False)
+    for index, (suite, marker) in enumerate(suites):
         for ours in (True, False):
             xy = [(p.intensity, p.rate) for p in dots if p.suite == suite and p.ours is ours]
             if xy:
                 label = TITLES.get(suite, suite) if ours else None
                 face = f"C{index}" if ours else "none"
-                axes.scatter(*zip(*xy, strict=True), s=22, label=label, color=face,
-                             edgecolors=f"C{index}")  # fmt: skip
-    axes.set_xscale("log")
-    axes.set_yscale("log")
+                axes.scatter(*zip(*xy, strict=True), s=26, label=label, color=face,
+                             edgecolors=f"C{index}", marker=marker)  # fmt: skip
+    plain_log_ticks(axes)
     axes.set_xlabel("FLOPs of the work / bytes of its floor")
     axes.set_ylabel("TFLOP/s; filled: ours, hollow: the strongest baseline")
     axes.set_title(records[0]["device"])
     axes.legend(fontsize=8)
     return figure
+
+
+def plain_log_ticks(axes: Any) -> None:
+    """Make both axes logarithmic, with plain numbers at 1, 2 and 5 times the powers of ten."""
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=30))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_locator(NullLocator())
+    axes.grid(alpha=0.3)
 
 
 def step(records: list[Record]) -> Figure | None:

@@ -11,9 +11,11 @@ faster). Any other benchmark is listed with its median and its notes.
 --plots draws kernels.png (share of the copy bandwidth), roofline.png, step.png (step time by
 loops) and loom.png (time and memory by backprop and loops), each if it has records.
 
---against compares with stored results, case by case: the ratio to the strongest baseline that
-both files have and, on the same device, time and peak memory. Changes by more than the
-tolerance are listed; the exit code is 1 if one of them is for the worse.
+--against compares with stored results of the same device and number of threads, case by case:
+the ratio to the strongest baseline that both files have, time and peak memory. Changes by more
+than the tolerance are listed; the exit code is 1 if one of them is for the worse. Results of
+another machine or number of threads are not compared: the report says so, and the exit code is 2
+if there are no others.
 """
 
 from __future__ import annotations

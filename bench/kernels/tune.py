@@ -21,13 +21,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import multiprocessing
 import os
 import statistics
 import sys
 import time
 from collections import defaultdict
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,7 @@ from bench.kernels import candidates as c
 from bench.kernels.candidates import Case
 from deeploop.kernels import aot
 from deeploop.kernels._launch import LaunchConfig
+from deeploop.utils.processes import worker_pool
 
 Record = dict[str, Any]
 DEVICE = "cuda"
@@ -65,9 +65,7 @@ def compile_one(case: Case, config: LaunchConfig) -> Record:
     }
 
 
-def start_compiling(
-    pool: ProcessPoolExecutor, cases: list[Case]
-) -> dict[Case, dict[LaunchConfig, Future]]:
+def start_compiling(pool: Executor, cases: list[Case]) -> dict[Case, dict[LaunchConfig, Future]]:
     """Start a compilation for each kernel, in the order of timing; equal configs share one."""
     futures: dict[Case, dict[LaunchConfig, Future]] = {}
     for case in cases:
@@ -239,7 +237,7 @@ def sweep(cases: list[Case], seconds: float, out: Path) -> list[Record]:
     print(f"{torch.cuda.get_device_name()}: copy {copy:.4g} GB/s", flush=True)
     records: list[Record] = []
     workers = max(1, min(14, (os.cpu_count() or 2) - 1))
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
+    pool = worker_pool(workers)
     try:
         tasks = start_compiling(pool, cases)
         for i, case in enumerate(cases):

@@ -3,16 +3,17 @@
 from pathlib import Path
 from typing import Any
 
-from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from deeploop.analyze.profile.trace import PHASES, StepSection
 from deeploop.utils.figures import (
+    Line,
     integer_ticks,
     log_scale,
     log_scale_if_wide,
     loop_matrix,
     save_figure,
+    shaded_lines,
 )
 
 
@@ -66,10 +67,11 @@ def _components(axes: Any, figures: dict[str, Any]) -> None:
 
 
 def _memory(axes: Any, curve: list[tuple[float, int]], sections: list[StepSection]) -> None:
-    """Draw the GiB of tensors over the step, with its sections in the background."""
+    """Draw the bytes of tensors over the step, with its sections in the background."""
     end = max([curve[-1][0], *(s.end for s in sections)])
     ms, sizes = zip(*curve, (end, curve[-1][1]), strict=True)
-    axes.step(ms, [b / 2**30 for b in sizes], where="post", linewidth=0.8, color="black")
+    unit, scale = ("GiB", 2**30) if max(sizes) >= 2**30 else ("MiB", 2**20)
+    axes.step(ms, [b / scale for b in sizes], where="post", linewidth=0.8, color="black")
     # A colour for each phase, not for each name: there may be many segments.
     kinds = [s.name.rpartition(" ")[2] for s in sections]
     for i, (s, kind) in enumerate(zip(sections, kinds, strict=True)):
@@ -78,7 +80,7 @@ def _memory(axes: Any, curve: list[tuple[float, int]], sections: list[StepSectio
         axes.axvspan(s.start, s.end, alpha=0.25, color=f"C{colour}", label=label, linewidth=0)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("ms of the host")
-    axes.set_ylabel("GiB of tensors")
+    axes.set_ylabel(f"{unit} of tensors")
     axes.set_title("memory over the traced step", fontsize="medium")
     axes.legend(fontsize="small")
 
@@ -159,12 +161,12 @@ def _norms(axes: Any, branches: list[dict[str, Any]]) -> None:
 
 def _by_visit(axes: Any, readings: list[dict[str, Any]], key: str) -> None:
     """Draw a line per state over the visits, in their order."""
-    for i, r in enumerate(readings):
+    family = []
+    for r in readings:
         values = [value for loop in r[key] for value in loop]
-        shade = colormaps["viridis"](i / max(1, len(readings) - 1))
-        axes.plot(range(1, len(values) + 1), values, color=shade, label=str(r["step"]))
+        family.append(Line(r["step"], range(1, len(values) + 1), values))
+    shaded_lines(axes, family, "step")
     axes.set_title(f"stream: {key.replace('_', ' ')}")
     axes.set_xlabel("visit")
     log_scale_if_wide(axes)
     integer_ticks(axes.xaxis)
-    axes.legend(title="step", fontsize="small", ncols=1 + len(readings) // 8)

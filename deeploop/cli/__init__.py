@@ -1,18 +1,29 @@
-"""The command line: deeploop train | generate | data | profile | diagnose | plan.
+"""The command line: deeploop VERB; `deeploop --help` lists the verbs.
 
 Each verb is a module of this package with `run(arguments)`, imported when it is called, so that
 `--help` does not wait for torch.
 """
 
+import difflib
 import importlib
 import io
-import os
 import sys
 
 from deeploop import __version__
+from deeploop.cli.ranks import is_main_process
 from deeploop.utils.errors import Diverged, InputError
 
-VERBS = ("train", "generate", "data", "profile", "diagnose", "plan")
+VERBS = (
+    "train", "generate", "data", "profile", "diagnose", "plan", "presets", "compare", "completion",
+)  # fmt: skip
+
+SMALLER = {  # by verb, the remedy where memory has run out
+    "train": "lower train.micro_batch, model.seq_len or the model's size",
+    "generate": "give fewer samples, tokens or loops",
+    "diagnose": "give fewer --sequences or a smaller model",
+    "data": "give smaller files",
+    "compare": "give fewer runs",
+}
 
 HELP = f"""deeploop {__version__}: train looped Transformers on fused kernels
 
@@ -22,7 +33,10 @@ HELP = f"""deeploop {__version__}: train looped Transformers on fused kernels
   deeploop data INPUT OUT               tokenise text into shards, once
   deeploop profile [PRESET] [options]   measure a training step's time and memory by component
   deeploop diagnose RUN|PRESET          measure how far the loops' gradients align
-  deeploop plan [PRESET] [options]      predict memory, time and hours of a run
+  deeploop plan [PRESET|RUN] [options]  predict memory, time and hours of a run
+  deeploop presets                      list the named configurations
+  deeploop compare RUN...               compare runs in one table and one picture
+  deeploop completion bash|zsh|fish     print a script that completes options in a shell
 
 Each takes --help."""
 
@@ -39,26 +53,55 @@ def main(arguments: list[str] | None = None) -> int:
     if verb == "--version":
         print(__version__)
         return 0
+    from deeploop.utils.console import DroppingStream, say_error  # which imports rich
+
     if verb not in VERBS:
-        print(f"deeploop {verb}: no such verb; use {', '.join(VERBS)}", file=sys.stderr)
+        say_error(f"deeploop {verb}: no such verb; {meant_verb(verb)}")
         return 2
     try:
-        return importlib.import_module(f"deeploop.cli.{verb}").run(rest)
+        code, reason, *suggestions = run_verb(verb, rest)
+    finally:
+        if sys.stdout is not None:  # else Python exits with 120 where its own flush fails
+            DroppingStream(sys.stdout).flush()
+    if reason:
+        say_error("\n  ".join([f"deeploop {verb}: {' '.join(reason.split())}", *suggestions]))
+    return code
+
+
+def meant_verb(word: str) -> str:
+    """Return what the user of an unknown verb may have meant."""
+    from deeploop.config.presets import presets
+
+    near = difflib.get_close_matches(word, VERBS, n=1)
+    if near:
+        return f"did you mean deeploop {near[0]}?"
+    if word in presets():
+        return f"did you mean deeploop train {word}?"
+    return f"use {', '.join(VERBS)}"
+
+
+def run_verb(verb: str, arguments: list[str]) -> tuple[int, str, *tuple[str, ...]]:
+    """Run a verb; returns the exit code and the sentence that says why it failed, or "".
+
+    After the sentence on an unknown option come those that are like it, a string each.
+    """
+    try:
+        code: int = importlib.import_module(f"deeploop.cli.{verb}").run(arguments)
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except BrokenPipeError:  # the reader of the output has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        return 141, ""
     except KeyboardInterrupt:
-        code, reason = 130, "interrupted"
+        return 130, "interrupted" if is_main_process() else ""
     except Diverged as error:
-        code, reason = 1, str(error)
+        return 1, str(error)
     except (InputError, OSError) as error:
-        code, reason = 2, str(error)
+        return 2, str(error), *getattr(error, "suggestions", ())
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
             raise
-        code, reason = 2, f"{error}; lower train.micro_batch, model.seq_len or the model's size"
-    print(f"deeploop {verb}: {' '.join(reason.split())}", file=sys.stderr)
-    return code
+        return 2, f"{error}; {SMALLER.get(verb, SMALLER['train'])}"
+    return code, ""
 
 
 def out_of_memory(error: Exception) -> bool:

@@ -1,39 +1,33 @@
 """deeploop diagnose: measure how far the gradients of a shared weight's visits align."""
 
 import dataclasses
-import os
+import time
 from typing import Annotated
 
 import tyro
-from rich.console import Console
 
-from deeploop.cli.parse import first_word, named_preset, parse
-from deeploop.config import Config
-from deeploop.config.presets import SUMMARY, presets
+from deeploop.cli.duration import since
+from deeploop.cli.parse import ConfigArguments, first_word, named_config, parse, refuse_flag
+from deeploop.config.presets import SUMMARY
+from deeploop.utils.console import open_console, say
 from deeploop.utils.errors import InputError
+from deeploop.utils.launcher import place
 
 
 @dataclasses.dataclass
-class DiagnoseArguments:
-    config: Annotated[Config, tyro.conf.arg(name="")]
+class DiagnoseArguments(ConfigArguments):
     probes: Annotated[int, tyro.conf.arg(help="random probes of the Jacobian, a backward each")] = 4
-    batch_size: Annotated[int, tyro.conf.arg(help="sequences; 0: the run's micro-batch")] = 0
+    sequences: Annotated[
+        int, tyro.conf.arg(help="held-out sequences; 0: the run's micro-batch")
+    ] = 0
     draw: Annotated[int, tyro.conf.arg(help="seed of the held-out sequences and the probes")] = 0
 
 
 def run(arguments: list[str]) -> int:
     name, rest = first_word(arguments)
-    run_path = None if name in presets() else name
-    if run_path is None:
-        base = named_preset(name)
-    else:
-        from deeploop.runs.checkpoint import find
-
-        if not os.path.exists(os.path.expanduser(run_path)):
-            raise InputError(
-                f"{run_path!r}: neither a run's folder or checkpoint nor a preset ({SUMMARY})"
-            )
-        base = find(run_path).config.replace("train", out="", device="auto")
+    refuse_flag(rest, "--batch-size", "a diagnosis takes --sequences")
+    base, run_path = named_config(name, rest)
+    base = base.replace("train", out="")
     parsed = parse(
         DiagnoseArguments,
         args=rest,
@@ -43,18 +37,21 @@ def run(arguments: list[str]) -> int:
         "size of the next update: for a preset at initialisation, or for a run at initialisation "
         "and at each checkpoint that it has (train.keep 0 keeps all; train.save-every says how "
         "often). diagnose.json and diagnose.png go to the run's folder or to --out, over those of "
-        f"an earlier diagnosis; without RUN and --out to runs/PRESET-TIME. Presets: {SUMMARY}.",
+        "an earlier diagnosis; without RUN and --out to runs/PRESET-RULE-TIME. "
+        f"Presets: {SUMMARY}.",
     )
     from deeploop.analyze.diagnose.diagnose import checkpoints, diagnose
 
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if place().world > 1:
         raise InputError("WORLD_SIZE is over 1: a diagnosis takes one process; leave torchrun out")
+    console, began = open_console(), time.perf_counter()
     diagnose(
         parsed.config,
         [] if run_path is None else checkpoints(run_path),
-        Console(),
+        console,
         probes=parsed.probes,
-        batch_size=parsed.batch_size,
+        sequences=parsed.sequences,
         draw=parsed.draw,
     )
+    say(console, f"took     {since(began)}")
     return 0

@@ -5,18 +5,17 @@ from typing import Annotated
 
 import tyro
 
-from deeploop.cli.parse import first_word, named_preset, parse
+from deeploop.cli.parse import ConfigArguments, first_word, named_config, parse, refuse_flag
 from deeploop.config import Config
 from deeploop.config.presets import preset, presets
 from deeploop.utils.errors import InputError
 
 
 @dataclasses.dataclass
-class PlanArguments:
-    config: Annotated[Config, tyro.conf.arg(name="")]
+class PlanArguments(ConfigArguments):
     device: Annotated[
         str,
-        tyro.conf.arg(help="h200, h100, a100, b200, or cpu (this machine); not --train.device"),
+        tyro.conf.arg(help="h200, h100, a100, b200, or cpu (this machine, measured)"),
     ] = "h200"
     all: Annotated[
         bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="a line for every preset")
@@ -31,14 +30,17 @@ class PlanArguments:
 
 def run(arguments: list[str]) -> int:
     name, rest = first_word(arguments)
+    refuse_flag(rest, "--train.device", "a plan takes --device h200, h100, a100, b200 or cpu")
     if name is None and "--matrix" in rest:
         base = preset("gpt2-small-r1-baseline")
     else:
-        base = named_preset(name)
+        base, _ = named_config(name, rest)
     parsed = parse_plan(rest, base)
     several = parsed.all or parsed.matrix
-    if name is not None and several:
-        raise InputError(f"preset {name!r}: --all and --matrix choose their own; leave it out")
+    if several and (name is not None or parsed.config_file is not None):
+        raise InputError(
+            f"{name or '--config'!r}: --all and --matrix choose their own; leave it out"
+        )
     from deeploop.analyze.plan import report
 
     if not several:
@@ -59,9 +61,10 @@ def parse_plan(arguments: list[str], base: Config) -> PlanArguments:
             PlanArguments,
             args=arguments,
             default=PlanArguments(base),
-            prog="deeploop plan [PRESET]",
+            prog="deeploop plan [PRESET|RUN]",
             description="Predict memory, time and hours of a run; no GPU is needed, nothing "
-            "allocated.",
+            "allocated. The configuration is a preset's or, given a run's folder or a checkpoint, "
+            "that of the run, with its precision; --device is the device to predict for.",
         )
     except InputError as error:
         if not {"--all", "--matrix"} & set(arguments):

@@ -1,52 +1,67 @@
 """deeploop profile: measure a training step's time and memory by component."""
 
 import dataclasses
+import os
+import time
 from typing import Annotated
 
 import tyro
-from rich.console import Console
 
-from deeploop.cli.parse import first_word, named_preset, parse
-from deeploop.cli.ranks import on_every_rank
-from deeploop.config import Config
+from deeploop.cli.duration import since
+from deeploop.cli.parse import ConfigArguments, base_config, first_word, parse
+from deeploop.cli.ranks import on_every_rank, one_speaks, refuse_together
 from deeploop.config.presets import SUMMARY
-from deeploop.utils.console import say
+from deeploop.utils.console import open_console, say
+from deeploop.utils.errors import InputError
+
+# Read when torch is imported: its profiler reports its starts, and every block of memory that is
+# older than the trace, on standard error.
+QUIET = {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 @dataclasses.dataclass
-class ProfileArguments:
-    config: Annotated[Config, tyro.conf.arg(name="")]
+class ProfileArguments(ConfigArguments):
     warmup: Annotated[int, tyro.conf.arg(help="steps before the timed ones")] = 3
     traced: Annotated[int, tyro.conf.arg(help="steps under the profiler, after the timed ones")] = 1
 
 
 def run(arguments: list[str]) -> int:
-    name, rest = first_word(arguments)
-    base = named_preset(name).replace("train", steps=5)
-    parsed = parse(
-        ProfileArguments,
-        args=rest,
-        default=ProfileArguments(base),
-        prog="deeploop profile [PRESET]",
-        description="Time training steps, then split a traced one by component. --steps: how many "
-        "are timed; --out: the folder, profiles/PRESET-TIME by default; tokens are random unless "
-        f"--data names a corpus. Presets: {SUMMARY}.",
-    )
+    try:
+        parsed = parse_profile(arguments)
+    except InputError as error:
+        refuse_together(error)
+    began = time.perf_counter()
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
     from deeploop.analyze.profile import profile
     from deeploop.train import setup
     from deeploop.utils.distributed import init_distributed
 
     steps = profile.Steps(parsed.warmup, parsed.config.train.steps, parsed.traced)
-    with init_distributed() as ranks:
-        console = Console(quiet=not ranks.is_main)
+    with init_distributed() as ranks, one_speaks(ranks):
+        console = open_console(quiet=not ranks.is_main)
         trainer = on_every_rank(
             ranks, lambda: profile.open_profile(parsed.config, steps, console, ranks)
         )
-        if trainer is None:
-            return 2
         for line in setup.describe(trainer):
-            say(console, line)
+            say(console, line, indent=9)
         figures = profile.profile(trainer, steps)
     if ranks.is_main:
         profile.report(figures, trainer.folder, console)
+        say(console, f"took     {since(began)}")
     return 0
+
+
+def parse_profile(arguments: list[str]) -> ProfileArguments:
+    """Read PRESET, overrides and the numbers of steps."""
+    name, rest = first_word(arguments)
+    base = base_config(name, rest).replace("train", steps=5, out="")
+    return parse(
+        ProfileArguments,
+        args=rest,
+        default=ProfileArguments(base),
+        prog="deeploop profile [PRESET]",
+        description="Time training steps, then split a traced one by component. --steps: how many "
+        "are timed; --out: the folder, profiles/PRESET-RULE-TIME by default; tokens are random "
+        f"unless --data names a corpus. Presets: {SUMMARY}.",
+    )

@@ -1,32 +1,92 @@
-"""Start the same work on every rank, or stop all of them."""
+"""Start the same work on every rank, or stop all of them, and let one rank say why."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from deeploop.utils.errors import InputError
+from deeploop.utils.errors import Diverged, InputError
+from deeploop.utils.launcher import place
 
 if TYPE_CHECKING:
-    from deeploop.train.trainer import Trainer
     from deeploop.utils.distributed import Ranks
 
+T = TypeVar("T")
 
-def on_every_rank(ranks: "Ranks", build: Callable[[], "Trainer"]) -> "Trainer | None":
-    """Run build() on every rank; if one rank raises InputError, all stop.
+
+def is_main_process() -> bool:
+    """Return whether torchrun's environment makes this process rank 0, or is absent."""
+    return place().rank == 0
+
+
+def on_every_rank(ranks: "Ranks", build: Callable[[], T]) -> T:
+    """Run build() on every rank; if one rank fails, all stop.
 
     A rank that went on alone would wait for the others for ever.
 
-    Returns:
-        The trainer; None where another rank raised.
+    Raises:
+        Exception: the one of build(), on the first rank where it failed.
+        SystemExit: with code 2 and without a message, on the others.
     """
-    trainer, refusal = None, None
+    result: T
+    failure = None
     try:
-        trainer = build()
-    except InputError as error:
-        refusal = error
-    if ranks.any_rank(refusal is not None):
-        if trainer is not None:
-            trainer.lock.close()
-        if refusal is not None:
-            raise refusal
-        return None
-    return trainer
+        result = build()
+    except Exception as error:
+        failure = error
+    first = ranks.first_rank(failure is not None)
+    if first is None:
+        return result
+    if failure is not None and first == ranks.rank:
+        raise failure
+    raise SystemExit(2)
+
+
+def refuse_together(error: InputError) -> NoReturn:
+    """Raise an error that came before the ranks joined, on the first rank that has one.
+
+    The other ranks are in `on_every_rank`, or here too; they leave with it.
+    """
+    if place().world > 1:
+        from deeploop.utils.distributed import init_distributed
+
+        def refuse() -> NoReturn:
+            raise error
+
+        with init_distributed() as ranks:
+            on_every_rank(ranks, refuse)
+    raise error
+
+
+@contextlib.contextmanager
+def one_speaks(ranks: "Ranks") -> Iterator[None]:
+    """Leave without a message on a rank whose error the main rank or the ended one reports.
+
+    Diverged is raised on every rank at once. A rank that ends for another reason breaks the
+    connections of the others, and only the main rank of these says so.
+
+    Raises:
+        SystemExit: with code 1, in the place of such an error.
+        InputError: on the main rank, where another rank ended.
+    """
+    try:
+        yield
+    except Diverged:
+        if ranks.is_main:
+            raise
+        raise SystemExit(1) from None
+    except RuntimeError as error:
+        if ranks.world == 1 or not lost_connection(error):
+            raise
+        if not ranks.is_main:
+            raise SystemExit(1) from None
+        raise InputError(
+            "another rank ended, so that this one cannot go on; its message, or torchrun's, says "
+            "why; go on from the last checkpoint with --resume"
+        ) from error
+
+
+def lost_connection(error: RuntimeError) -> bool:
+    """Return whether a message between ranks failed: gloo raises a plain RuntimeError for it."""
+    import torch.distributed as dist
+
+    return isinstance(error, dist.DistError) or "gloo" in str(error)

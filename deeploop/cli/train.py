@@ -1,27 +1,31 @@
 """deeploop train: train a model, or go on with a run."""
 
-import argparse
 import dataclasses
 import math
 import signal
+import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
-from rich.console import Console
 
-from deeploop.cli.parse import first_word, named_preset, parse
-from deeploop.cli.ranks import on_every_rank
-from deeploop.config import Config
+from deeploop.cli.duration import since
+from deeploop.cli.parse import ConfigArguments, base_config, early_option, first_word, parse
+from deeploop.cli.ranks import is_main_process, on_every_rank, one_speaks, refuse_together
 from deeploop.config.presets import SUMMARY
-from deeploop.utils.console import say
+from deeploop.utils.console import open_console, printable, say, say_error
+from deeploop.utils.errors import InputError
 
 if TYPE_CHECKING:  # torch is slow to import, and --help needs none of it
+    from rich.console import Console
+
     from deeploop.train.trainer import Trainer
 
 
+INDENT = 9  # columns of a line's first word, such as "model    "
+
+
 @dataclasses.dataclass
-class TrainArguments:
-    config: Annotated[Config, tyro.conf.arg(name="")]
+class TrainArguments(ConfigArguments):
     resume: Annotated[
         str | None,
         tyro.conf.arg(
@@ -37,16 +41,14 @@ class TrainArguments:
 
 
 def parse_train(arguments: list[str]) -> TrainArguments:
-    """Read PRESET and overrides; --resume without PRESET starts from the run's configuration."""
+    """Read PRESET or --config and overrides; with --resume alone, those of its configuration."""
     name, rest = first_word(arguments)
-    base = named_preset(name)
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    early.add_argument("--resume", nargs="?")  # tyro will refuse a missing value
-    resume = early.parse_known_args(rest)[0].resume
-    if resume is not None and name is None:
+    base = base_config(name, rest)
+    resume = early_option(rest, "--resume")
+    if resume is not None and name is None and early_option(rest, "--config") is None:
         from deeploop.runs.checkpoint import find
 
-        base = find(resume).config.replace("train", out="")
+        base = find(resume, begin=True).config.replace("train", out="")
     return parse(
         TrainArguments,
         args=rest,
@@ -57,48 +59,57 @@ def parse_train(arguments: list[str]) -> TrainArguments:
 
 
 def run(arguments: list[str]) -> int:
-    parsed = parse_train(arguments)
+    began = time.perf_counter()
+    try:
+        parsed = parse_train(arguments)
+    except InputError as error:
+        refuse_together(error)
     if parsed.print_config:
-        print(parsed.config.to_json(), end="")
+        if is_main_process():
+            print(parsed.config.to_json(), end="")
         return 0
-    from deeploop.analyze.plan.fits import check_memory
     from deeploop.runs import checkpoint
     from deeploop.train.setup import describe, open_run
     from deeploop.utils.distributed import init_distributed
 
-    ckpt = None if parsed.resume is None else checkpoint.find(parsed.resume)
-    with init_distributed() as ranks:
-        console = Console(quiet=not ranks.is_main)
-        check = check_memory if ranks.world == 1 else None
-        trainer = on_every_rank(ranks, lambda: open_run(parsed.config, console, ckpt, ranks, check))
-        if trainer is None:
-            return 2
+    with init_distributed() as ranks, one_speaks(ranks):
+        console = open_console(quiet=not ranks.is_main)
+
+        def build() -> "Trainer":
+            ckpt = None if parsed.resume is None else checkpoint.find(parsed.resume, begin=True)
+            return open_run(parsed.config, console, ckpt, ranks)
+
+        trainer = on_every_rank(ranks, build)
         for line in describe(trainer):
-            say(console, line)
+            say(console, line, indent=INDENT)
         if trainer.done == trainer.config.train.steps:
-            console.print(f"already at step {trainer.done}; give more --steps to go on")
+            say(console, f"already at step {trainer.done}; give more --steps to go on")
         summary = trainer.fit()
     if ranks.is_main:
-        report(summary, trainer, console)
+        report(summary, trainer, console, since(began))
     return 128 + signal.Signals[summary["stopped_by"]] if "stopped_by" in summary else 0
 
 
-def report(summary: dict[str, Any], trainer: "Trainer", console: Console) -> None:
+def report(summary: dict[str, Any], trainer: "Trainer", console: "Console", duration: str) -> None:
     """Print the last lines: held-out loss beside that of n-gram counts, speed, and a sample."""
     if "stopped_by" in summary:
-        say(
-            console,
+        # On standard error: after Ctrl-C the reader of a pipe has gone, too.
+        say_error(
             f"stopped by {summary['stopped_by']} after step {summary['step']}, saved; go on with: "
-            f"deeploop train --resume {trainer.folder}",
+            f"deeploop train --resume {trainer.folder}"
         )
         return
     if summary["sample"] is not None:
-        say(console, f"sample   {summary['sample']!r}")
+        text = "\n".join(printable(summary["sample"]).splitlines())
+        say(console, "sample   " + text.replace("\n", "\n" + " " * INDENT))
     per_byte = trainer.corpus.bytes_per_token
     unit = "bits/byte" if per_byte else "bits/token"
     scale = 1 / math.log(2) / (per_byte or 1)
     floors = ", ".join(f"{name} {nats * scale:.3f}" for name, nats in trainer.floors.items())
-    say(console, f"held out {summary['val_loss'] * scale:.3f} {unit} (counts alone: {floors})")
+    targets, every = summary["val_tokens"], len(trainer.corpus.val) - 1
+    cut = f" on the first {targets:,} of {every:,} tokens" if targets < every else ""
+    held_out = f"{summary['val_loss'] * scale:.3f} {unit}{cut}"
+    say(console, f"held out {held_out} (counts alone: {floors})", indent=INDENT)
     rate = summary["tokens_per_second"]
     speed = f"{rate:,.0f} tokens/s, " if rate else ""
-    say(console, f"took     {speed}{summary['peak_memory_gib']:.2f} GiB peak")
+    say(console, f"took     {duration}, {speed}{summary['peak_memory_gib']:.2f} GiB peak")

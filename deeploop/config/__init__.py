@@ -14,9 +14,10 @@ import tyro
 
 from deeploop.config.data import DataConfig
 from deeploop.config.fields import MAY_CHANGE, build, check_fields, replace
-from deeploop.config.model import LoomConfig, ModelConfig, MoEConfig, check_model
+from deeploop.config.model import LoomConfig, ModelConfig, MoEConfig
 from deeploop.config.renames import renamed_fields
-from deeploop.config.train import TrainConfig, check_train
+from deeploop.config.train import TrainConfig
+from deeploop.utils.disk import brief
 from deeploop.utils.errors import InputError
 
 __all__ = ["Config", "DataConfig", "LoomConfig", "MoEConfig", "ModelConfig", "TrainConfig"]
@@ -33,8 +34,12 @@ class Config:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_model(self.model)
-        check_train(self.model, self.train)
+        loops, t = self.model.loops, self.train
+        if t.backprop == "last" and t.backprop_loops > loops:
+            raise InputError(
+                f"train.backprop_loops={t.backprop_loops}: must not exceed model.loops={loops} "
+                "with train.backprop=last"
+            )
 
     def replace(self, section: str, **values: Any) -> "Config":
         """Copy with fields of one section (model, model.moe, data, ...) replaced, checked again."""
@@ -44,7 +49,7 @@ class Config:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> "Config":
+    def from_json(cls, text: str | bytes) -> "Config":
         """Read what `to_json` wrote, in this version or an older one.
 
         Raises InputError on unknown fields and on a missing section.
@@ -55,7 +60,8 @@ class Config:
             if missing:
                 raise KeyError(missing[0])
             return build(cls, values)
-        except (TypeError, KeyError, AttributeError, ValueError) as error:
+        except (TypeError, KeyError, AttributeError, ValueError, RecursionError) as error:
             if isinstance(error, InputError):
                 raise
-            raise InputError(f"config: {error}; was it written by another version?") from error
+            reason = f"no section {error}" if isinstance(error, KeyError) else brief(error)
+            raise InputError(f"config: {reason}; was it written by another version?") from error

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 
 import tyro
 
+from deeploop.utils.disk import brief
 from deeploop.utils.errors import InputError
 
 MAX_INT, MAX_SEED = 2**31 - 1, 2**63 - 1  # largest value of an integer field; of a seed
@@ -53,16 +54,22 @@ class Entry(NamedTuple):
 
 def entries(section: Any, prefix: str = "") -> Iterator[Entry]:
     """List every field of a configuration and of its sections."""
+    for entry in _section_entries(section, prefix):
+        if _is_section(entry.type):
+            yield from entries(entry.value, f"{entry.name}.")
+        else:
+            yield entry
+
+
+def _section_entries(section: Any, prefix: str) -> Iterator[Entry]:
+    """List the fields of one section; a section inside it is an entry, not opened."""
     section_type: Any = type(section)
     plain, full = _hints(section_type)
     for name, field_type in plain.items():
+        marks = getattr(full[name], "__metadata__", ())
+        limit = next((x for x in marks if isinstance(x, Limit)), None)
         value = getattr(section, name)
-        if _is_section(field_type) and isinstance(value, field_type):
-            yield from entries(value, f"{prefix}{name}.")
-        else:
-            marks = getattr(full[name], "__metadata__", ())
-            limit = next((x for x in marks if isinstance(x, Limit)), None)
-            yield Entry(prefix + name, value, field_type, limit, MAY_CHANGE in marks)
+        yield Entry(prefix + name, value, field_type, limit, MAY_CHANGE in marks)
 
 
 @functools.cache
@@ -75,9 +82,16 @@ def _is_section(field_type: Any) -> bool:
     return isinstance(field_type, type) and dataclasses.is_dataclass(field_type)
 
 
-def check_fields(config: Any) -> None:
-    """Refuse a field of the wrong type or outside its limit; raises InputError naming it."""
-    listed = list(entries(config))
+def check_fields(section: Any, prefix: str = "") -> None:
+    """Refuse a field of the wrong type or outside its limit; raises InputError naming it.
+
+    Each section calls this when it is made, so that sections inside it are checked already.
+
+    Args:
+        section: instance of a configuration's dataclass.
+        prefix: dotted name of the section with a dot at its end, such as `model.moe.`.
+    """
+    listed = list(_section_entries(section, prefix))
     for entry in listed:
         _check_type(entry)
     for entry in listed:
@@ -93,14 +107,14 @@ def _check_type(entry: Entry) -> None:
     elif field_type is int:
         most = MAX_SEED if entry.name == "train.seed" else MAX_INT
         fits, wanted = type(value) is int and value <= most, f"an integer up to {most}"
-    elif dataclasses.is_dataclass(field_type):
-        fits, wanted = False, "a group of fields"
+    elif _is_section(field_type):
+        fits, wanted = isinstance(value, field_type), f"a group of fields, {field_type.__name__}"
     else:
         allowed = choices or (field_type,)
         fits = type(value) in allowed or (float in allowed and type(value) is int)
         wanted = " or ".join(t.__name__ for t in allowed)
     if not fits:
-        raise InputError(f"{entry.name}={value!r}: must be {wanted}")
+        raise InputError(f"{entry.name}={brief(repr(value))}: must be {wanted}")
 
 
 def replace(section: Any, path: list[str], values: dict[str, Any]) -> Any:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple
 
 from deeploop.config import scaling
-from deeploop.config.fields import FRACTION, MAY_CHANGE, NOT_NEGATIVE, POSITIVE, flag
+from deeploop.config.fields import FRACTION, MAY_CHANGE, NOT_NEGATIVE, POSITIVE, check_fields, flag
 from deeploop.utils.errors import InputError
 
 MAX_EXPERTS = 512  # of sigmoid_router; importing it from there would import torch
@@ -58,11 +58,27 @@ class MoEConfig:
         flag("step size of the bias on router scores that balances experts; 0: no bias"),
         NOT_NEGATIVE,
     ] = 2e-3
+    balance: Annotated[
+        Literal["centred", "released"],
+        flag(
+            "loads that move the bias: centred, all tokens routed, and its mean stays 0; "
+            "released, those within capacity, as LOOM's code"
+        ),
+    ] = "centred"
     backend: Annotated[
         Literal["grouped_mm", "megablocks", "reference"],
         flag("implementation of the experts' matrix products; reference: a plain loop over them"),
         MAY_CHANGE,
     ] = "grouped_mm"
+
+    def __post_init__(self) -> None:
+        check_fields(self, "model.moe.")
+        if self.experts > MAX_EXPERTS:
+            raise InputError(f"model.moe.experts={self.experts}: must not exceed {MAX_EXPERTS}")
+        if self.experts and self.top_k > self.experts:
+            raise InputError(
+                f"model.moe.top_k={self.top_k}: must not exceed model.moe.experts={self.experts}"
+            )
 
 
 @dataclass(frozen=True)
@@ -87,6 +103,9 @@ class LoomConfig:
         Literal["raw", "normalised"],
         flag("the stream between loops: unchanged (paper) or normalised (released code)"),
     ] = "raw"
+
+    def __post_init__(self) -> None:
+        check_fields(self, "model.loom.")
 
 
 @dataclass(frozen=True)
@@ -150,6 +169,24 @@ class ModelConfig:
     moe: MoEConfig = field(default_factory=MoEConfig)
     loom: LoomConfig = field(default_factory=LoomConfig)
 
+    def __post_init__(self) -> None:
+        check_fields(self, "model.")
+        if self.residual not in RESIDUALS:
+            raise InputError(
+                f"model.residual={self.residual!r}: must be one of {', '.join(RESIDUALS)}"
+            )
+        if self.d_model % self.n_heads or (self.d_model // self.n_heads) % 2:
+            raise InputError(
+                f"model.n_heads={self.n_heads}: must divide model.d_model={self.d_model} "
+                "into heads of an even width"
+            )
+        if self.p is not None and (self.exponent is None or not 0 <= self.p <= 2):
+            scaled = [name for name, choice in RESIDUALS.items() if choice.exponent is not None]
+            raise InputError(
+                f"model.p={self.p}: an exponent from 0 to 2 of the rules {' and '.join(scaled)}"
+                f" (model.residual={self.residual})"
+            )
+
     @property
     def ff_width(self) -> int:
         """Inner width of a dense SwiGLU."""
@@ -175,45 +212,3 @@ class ModelConfig:
     def beta(self) -> float:
         """Gain on the initial V, O and FFN matrices; 1 for rules without."""
         return 1.0 if self.exponent is None else scaling.beta(self.n_blocks, self.exponent)
-
-
-def check_model(m: ModelConfig) -> None:
-    """Refuse combinations of model fields that describe no model; raises InputError."""
-    if m.residual not in RESIDUALS:
-        raise InputError(f"model.residual={m.residual!r}: must be one of {', '.join(RESIDUALS)}")
-    if m.d_model % m.n_heads or (m.d_model // m.n_heads) % 2:
-        raise InputError(
-            f"model.n_heads={m.n_heads}: must divide model.d_model={m.d_model} "
-            "into heads of an even width"
-        )
-    if m.p is not None and (m.exponent is None or not 0 <= m.p <= 2):
-        scaled = [name for name, choice in RESIDUALS.items() if choice.exponent is not None]
-        raise InputError(
-            f"model.p={m.p}: an exponent from 0 to 2 of the rules {' and '.join(scaled)}"
-            f" (model.residual={m.residual})"
-        )
-    if m.moe.experts > MAX_EXPERTS:
-        raise InputError(f"model.moe.experts={m.moe.experts}: must not exceed {MAX_EXPERTS}")
-    if m.moe.experts and m.moe.top_k > m.moe.experts:
-        raise InputError(
-            f"model.moe.top_k={m.moe.top_k}: must not exceed model.moe.experts={m.moe.experts}"
-        )
-    _check_loop_borders(m)
-
-
-def _check_loop_borders(m: ModelConfig) -> None:
-    """Refuse starts, injections and norms of loops that exclude each other."""
-    if m.start == "noise" and m.inject == "none" and not (m.residual == "loom" and m.loom.injection):
-        raise InputError(
-            "model.start=noise: needs model.inject, or the tokens would not reach the loops"
-        )
-    if m.residual == "loom" and m.loom.injection and m.inject != "none":
-        raise InputError(
-            f"model.inject={m.inject}: the rule loom injects the embedding itself; "
-            "switch that off with model.loom.injection False"
-        )
-    if m.residual == "loom" and m.loom.carry == "normalised" and m.inject != "none":
-        raise InputError(
-            f"model.inject={m.inject}: must be none with model.loom.carry=normalised, "
-            "which norms the stream at the same place"
-        )

@@ -1,13 +1,10 @@
 """Fields of training."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
-from deeploop.config.fields import FRACTION, MAY_CHANGE, NOT_NEGATIVE, POSITIVE, flag
+from deeploop.config.fields import FRACTION, MAY_CHANGE, NOT_NEGATIVE, POSITIVE, check_fields, flag
 from deeploop.utils.errors import InputError
-
-if TYPE_CHECKING:
-    from deeploop.config.model import ModelConfig
 
 Recompute = Literal["none", "visit", "loop"]
 
@@ -25,7 +22,9 @@ class TrainConfig:
         POSITIVE,
         MAY_CHANGE,
     ] = 280
-    batch_size: Annotated[int, flag("sequences per step, over all ranks"), POSITIVE] = 16
+    batch_size: Annotated[
+        int, flag("sequences per step, over all ranks", "--batch-size"), POSITIVE
+    ] = 16
     micro_batch: Annotated[
         int,
         flag("sequences per forward; 0: all of a rank's", "--micro-batch"),
@@ -60,7 +59,7 @@ class TrainConfig:
         float, flag("fraction of steps spent decaying (wsd)"), FRACTION, MAY_CHANGE
     ] = 0.1
     min_lr: Annotated[
-        float, flag("final learning rate, as a fraction of lr"), FRACTION, MAY_CHANGE
+        float, flag("learning rate of the last step, as a fraction of lr"), FRACTION, MAY_CHANGE
     ] = 0.0
     weight_decay: Annotated[
         float, flag("AdamW weight decay, on matrices"), NOT_NEGATIVE, MAY_CHANGE
@@ -92,29 +91,28 @@ class TrainConfig:
         int, flag("steps between validations; 0: only at the end"), NOT_NEGATIVE, MAY_CHANGE
     ] = 100
     eval_tokens: Annotated[
-        int, flag("held-out tokens per validation; 0 means all"), NOT_NEGATIVE, MAY_CHANGE
-    ] = 0
+        int,
+        flag("held-out tokens per validation, from the first one on; 0: the whole held-out text"),
+        NOT_NEGATIVE,
+        MAY_CHANGE,
+    ] = 2**20
     save_every: Annotated[
         int, flag("steps between checkpoints; 0: only at the end"), NOT_NEGATIVE, MAY_CHANGE
     ] = 100
     keep: Annotated[
         int, flag("checkpoints kept, newest first; 0 means all"), NOT_NEGATIVE, MAY_CHANGE
     ] = 2
-    out: Annotated[str, flag("run folder; empty: runs/PRESET-TIME", "--out"), MAY_CHANGE] = ""
+    out: Annotated[str, flag("run folder; empty: runs/PRESET-RULE-TIME", "--out"), MAY_CHANGE] = ""
 
-
-def check_train(m: "ModelConfig", t: TrainConfig) -> None:
-    """Refuse combinations of training fields that cannot run; raises InputError."""
-    if t.micro_batch > t.batch_size:
-        raise InputError(
-            f"train.micro_batch={t.micro_batch}: must not exceed train.batch_size={t.batch_size}"
-        )
-    if t.backprop == "last" and t.backprop_loops > m.loops:
-        raise InputError(
-            f"train.backprop_loops={t.backprop_loops}: must not exceed model.loops={m.loops} "
-            "with train.backprop=last"
-        )
-    if t.warmup + t.decay > 1:
-        raise InputError(
-            f"train.warmup={t.warmup} and train.decay={t.decay}: must not add up to more than 1"
-        )
+    def __post_init__(self) -> None:
+        check_fields(self, "train.")
+        if self.micro_batch > self.batch_size:
+            raise InputError(
+                f"train.micro_batch={self.micro_batch}: must not exceed "
+                f"train.batch_size={self.batch_size}"
+            )
+        if self.warmup + self.decay > 1:
+            raise InputError(
+                f"train.warmup={self.warmup} and train.decay={self.decay}: must not add up to "
+                "more than 1"
+            )

@@ -107,17 +107,18 @@ def train_batch(
 
 
 def val_batches(
-    stream: TokenStream, *, batch: int, seq_len: int, max_batches: int | None = None
+    stream: TokenStream, *, batch: int, seq_len: int, targets: int | None = None
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Read windows in order, without overlap: (inputs, targets), int64 [<= batch, seq_len].
 
-    Every token but the first is a target exactly once. The last window is padded
-    with input 0 and target IGNORE, the last batch has fewer rows; none is empty.
+    Every token but the first is a target exactly once, or the first ``targets`` of them: the
+    same windows whatever the batch. The last window is padded with input 0 and target IGNORE,
+    the last batch has fewer rows; none is empty.
     """
-    targets = len(stream) - 1
-    stop = targets if max_batches is None else min(targets, max_batches * batch * seq_len)
+    every = len(stream) - 1
+    stop = every if targets is None else min(every, targets)
     for start in range(0, stop, batch * seq_len):
-        length = min(batch * seq_len, targets - start)
+        length = min(batch * seq_len, stop - start)
         tokens = stream.read(start, length + 1)
         shape = (-(-length // seq_len), seq_len)
         inputs, padded = np.zeros(shape, np.int64), np.full(shape, IGNORE, np.int64)

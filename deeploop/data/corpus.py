@@ -11,13 +11,16 @@ import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from deeploop.data.shards import open_shards
+from deeploop.data import checksums
+from deeploop.data.folders import text_files
+from deeploop.data.readers import file_format, text_column
+from deeploop.data.shard_tokenizer import shard_tokenizer
+from deeploop.data.shards import ShardSet, check_hashes, open_shards
 from deeploop.data.stream import ArraySegment, FileSegment, Segment, TokenStream
-from deeploop.data.text import TextSpan, encode_to, split_text, text_files
+from deeploop.data.text import TextSpan, encode_to, split_text
 from deeploop.data.token_cache import Progress, default_cache, tokenise_to_cache
 from deeploop.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from deeploop.utils.disk import user_path
@@ -32,10 +35,12 @@ class Corpus:
     """Training and validation tokens, their tokenizer and their size as text.
 
     ``tokenizer`` is None for shards that name none. ``train_bytes`` and ``val_bytes``
-    are the UTF-8 bytes that the tokens decode to, None where unknown. End-of-text tokens
-    count as 0 bytes, so that predicting them adds to the bits per byte. For shards without
-    a byte count, ``val_bytes`` is scaled up from the first COUNTED tokens. ``note`` is a
-    remark for the log, such as a tokenizer that could not be loaded.
+    are the UTF-8 bytes of text that the tokens stand for, None where unknown. End-of-text
+    tokens and unknown tokens count as 0 bytes, so that predicting them adds to the bits per
+    byte. For shards without a byte count, ``val_bytes`` is scaled up from the first COUNTED
+    tokens. ``dropped_bytes`` of the text are in no token. ``note`` is a remark for the log:
+    files that are not read, text that is dropped, a tokenizer that could not be loaded.
+    ``val`` is empty where the caller asked for a val_fraction of 0.
     """
 
     name: str
@@ -45,6 +50,7 @@ class Corpus:
     tokenizer: Tokenizer | None = None
     train_bytes: int | None = None
     val_bytes: int | None = None
+    dropped_bytes: int | None = None
     note: str = ""
 
     @property
@@ -66,55 +72,69 @@ class Corpus:
 
 def load_corpus(
     path: str,
-    tokenizer: str = "byte",
+    tokenizer: str = "auto",
     *,
     text_field: str = "text",
     val_fraction: float = 0.1,
     vocab_size: int | None = None,
     cache_dir: str | None = None,
     progress: Progress | None = None,
+    verify: bool = False,
 ) -> Corpus:
     """Open the corpus at ``path``.
 
     Args:
-        path: a .txt, .jsonl or .parquet file, a folder of such files (read in order of
-            name), a .bin shard or a folder of shards. Empty: the help topics in CPython.
-        tokenizer: see `deeploop.data.tokenizer`. Shards with a meta.json have their own;
-            for other shards "byte" means unknown.
-        text_field: field of a .jsonl record, or column of a .parquet file, with the text.
-        val_fraction: the last tokens of text, or of a single shard, that validate.
+        path: a .txt, .jsonl, .csv or .parquet file, also as .gz or .zst, a file without an
+            ending, a folder of such files (read in order of name), a .bin shard or a folder
+            of shards. Empty: the help topics in CPython.
+        tokenizer: see `deeploop.data.tokenizer`.
+        text_field: field of a .jsonl record, or column of a .csv or .parquet file, with the
+            text.
+        val_fraction: the last tokens that validate, where no file is called val; 0: none.
         vocab_size: ids of the model, at least those of the tokenizer; None takes those.
         cache_dir: folder for tokenised text; None takes `default_cache()`.
         progress: called as (phase, done, total) while text is tokenised.
+        verify: compare the checksums of cached tokens and of shards, whatever their size.
 
     Raises:
         InputError: a path, tokenizer, shard or number is refused.
     """
-    if not 0 < val_fraction < 1:
-        raise InputError(f"val_fraction is {val_fraction}; it must lie between 0 and 1")
+    if not 0 <= val_fraction < 1:
+        raise InputError(f"val_fraction is {val_fraction}; it must be at least 0 and less than 1")
     source = user_path(path, "data path")
     if path and not source.exists():
-        raise InputError(f"data path {path!r} does not exist; give a file or folder that does")
+        raise InputError(
+            f"data path {path!r} does not exist; give the place of the data now with --data"
+        )
     if not path:
         corpus = _help_topics(load_tokenizer(tokenizer), val_fraction)
-    elif source.suffix == ".bin" or (source.is_dir() and any(source.glob("*.bin"))):
-        corpus = _shard_corpus(source, tokenizer, val_fraction, vocab_size)
+    elif is_shards(source):
+        corpus = _shard_corpus(source, tokenizer, val_fraction, vocab_size, verify)
     else:
-        corpus = _text_corpus(
-            source, load_tokenizer(tokenizer), text_field, val_fraction, cache_dir, progress
-        )
+        root = Path(cache_dir).expanduser() if cache_dir else default_cache()
+        reader = _TextReader(load_tokenizer(tokenizer), text_field, root, progress, verify)
+        corpus = _text_corpus(source, reader, val_fraction)
     if vocab_size is not None and vocab_size != corpus.vocab_size:
         corpus = _with_vocab(corpus, vocab_size)
     for label, stream in (("train", corpus.train), ("val", corpus.val)):
-        if len(stream) < 2:
+        if len(stream) < 2 and (label == "train" or val_fraction):
             raise InputError(
                 f"data path {path!r} leaves {len(stream)} tokens for {label}, and at least 2 "
                 "are needed; give more text or another val_fraction"
             )
         stream.sample_check()
-    if corpus.tokenizer and corpus.val_bytes is None:
+    if corpus.tokenizer and corpus.val_bytes is None and len(corpus.val):
         corpus = dataclasses.replace(corpus, val_bytes=_count_bytes(corpus.val, corpus.tokenizer))
     return corpus
+
+
+def is_shards(source: Path) -> bool:
+    """Return True for a .bin file, or a folder with one in it."""
+    return source.suffix == ".bin" or (source.is_dir() and any(source.glob("*.bin")))
+
+
+def _notes(*notes: str) -> str:
+    return "; ".join(filter(None, notes))
 
 
 def _count_bytes(stream: TokenStream, tokenizer: Tokenizer) -> int | None:
@@ -142,19 +162,11 @@ def _with_vocab(corpus: Corpus, vocab_size: int) -> Corpus:
     return dataclasses.replace(corpus, train=train, val=val, vocab_size=vocab_size)
 
 
-def _split(
-    name: str,
-    segments: Sequence[Segment],
-    tokenizer: Tokenizer,
-    marks: np.ndarray,
-    val_fraction: float,
-) -> Corpus:
-    """Split text into train and val at a token.
-
-    marks: int64 [n, 2], (token, bytes before it) every few KiB; interpolated in between.
-    """
-    stream = TokenStream(segments, tokenizer.vocab_size)
+def _split(name: str, text: "_Text", tokenizer: Tokenizer, val_fraction: float) -> Corpus:
+    """Split text into train and val at a token; bytes are interpolated between its marks."""
+    stream = TokenStream([text.segment], tokenizer.vocab_size)
     train_tokens = len(stream) - int(len(stream) * val_fraction)
+    marks = text.marks
     train_bytes = round(float(np.interp(train_tokens, marks[:, 0], marks[:, 1])))
     return Corpus(
         name,
@@ -163,7 +175,8 @@ def _split(
         tokenizer.vocab_size,
         tokenizer,
         train_bytes,
-        int(marks[-1, 1]) - train_bytes,
+        text.bytes - train_bytes,
+        text.text_bytes - text.bytes,
     )
 
 
@@ -171,39 +184,102 @@ def _help_topics(tokenizer: Tokenizer, val_fraction: float) -> Corpus:
     """Tokenise the help topics in every CPython: English prose that needs no download."""
     from pydoc_data.topics import topics
 
-    text = "\n".join(topics[key] for key in sorted(topics))
+    content = "\n".join(topics[key] for key in sorted(topics))
     ids: list[np.ndarray] = []
-    spans = (TextSpan(span, False, 0) for span in split_text([text]))
-    marks = encode_to(tokenizer, spans, ids.append)
+    spans = (TextSpan(span, False, 0) for span in split_text([content], tokenizer.cuts))
+    marks, text_bytes = encode_to(tokenizer, spans, ids.append)
     name = f"Python {platform.python_version()} help topics"
-    return _split(name, [ArraySegment(name, np.concatenate(ids))], tokenizer, marks, val_fraction)
+    text = _Text(ArraySegment(name, np.concatenate(ids)), marks, text_bytes)
+    return _with_dropped(_split(name, text, tokenizer, val_fraction))
 
 
-def _text_corpus(
-    source: Path,
-    tokenizer: Tokenizer,
-    text_field: str,
-    val_fraction: float,
-    cache_dir: str | None,
-    progress: Progress | None,
-) -> Corpus:
-    """Tokenise a text file or a folder of them, or read a .txt file's bytes in place."""
-    files = text_files(source)
-    if isinstance(tokenizer, ByteTokenizer) and [file.suffix for file in files] == [".txt"]:
-        # Read in place: each byte of the file is a token.
-        size = files[0].stat().st_size
-        segment = FileSegment(str(files[0]), 0, "u1", size)
-        marks = np.array([[0, 0], [size, size]])
+@dataclass(frozen=True)
+class _Text:
+    """Tokens of text; marks, int64 [n, 2]: (tokens, bytes they stand for); bytes of all text."""
+
+    segment: Segment
+    marks: np.ndarray
+    text_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        return int(self.marks[-1, 1])
+
+
+@dataclass(frozen=True)
+class _TextReader:
+    """Turn text files into tokens, by the cache or in place."""
+
+    tokenizer: Tokenizer
+    field: str
+    cache: Path
+    progress: Progress | None
+    verify: bool
+
+    def read(self, files: Sequence[Path]) -> _Text:
+        """Tokenise files, or read the bytes of a single plain text file in place."""
+        in_place = len(files) == 1 and files[0].suffix.lower() in ("", ".txt")
+        if isinstance(self.tokenizer, ByteTokenizer) and in_place:
+            size = files[0].stat().st_size
+            segment = FileSegment(str(files[0]), 0, "u1", size)
+            segment.remember(whole=size <= checksums.SMALL)
+            return _Text(segment, np.array([[0, 0], [size, size]]), size)
+        cached = tokenise_to_cache(
+            files, self.tokenizer, self.field, self.cache, self.progress, self.verify
+        )
+        return _Text(cached.segment, cached.marks, cached.text_bytes)
+
+    def columns(self, files: Sequence[Path]) -> str:
+        """Say which column is read of .csv files."""
+        names = sorted({text_column(f, self.field) for f in files if file_format(f) == ".csv"})
+        return f"text column {', '.join(map(repr, names))}" if names else ""
+
+
+def _text_corpus(source: Path, reader: _TextReader, val_fraction: float) -> Corpus:
+    """Open a text file, or a folder of them with the split its names say."""
+    files, tokenizer = text_files(source), reader.tokenizer
+    text = reader.read(files.train)
+    if files.val:
+        val = reader.read(files.val)
+        corpus = Corpus(
+            source.name,
+            TokenStream([text.segment], tokenizer.vocab_size),
+            TokenStream([val.segment], tokenizer.vocab_size),
+            tokenizer.vocab_size,
+            tokenizer,
+            text.bytes,
+            val.bytes,
+            text.text_bytes + val.text_bytes - text.bytes - val.bytes,
+        )
     else:
-        root = Path(cache_dir).expanduser() if cache_dir else default_cache()
-        segment, marks = tokenise_to_cache(files, tokenizer, text_field, root, progress)
-    return _split(source.name, [segment], tokenizer, marks, val_fraction)
+        corpus = _split(source.name, text, tokenizer, val_fraction)
+    note = _notes(
+        files.remark() if source.is_dir() else "", reader.columns([*files.train, *files.val])
+    )
+    return _with_dropped(dataclasses.replace(corpus, note=note))
 
 
-def _shard_corpus(source: Path, spec: str, val_fraction: float, vocab_size: int | None) -> Corpus:
-    """Open shards in place; a single one is split into train and val like text."""
+def _with_dropped(corpus: Corpus) -> Corpus:
+    """Add a note on text that is in no token."""
+    dropped, name = corpus.dropped_bytes, corpus.tokenizer and corpus.tokenizer.name
+    if not dropped:
+        return corpus
+    rest = (corpus.train_bytes or 0) + (corpus.val_bytes or 0)
+    share = 100 * dropped / (dropped + rest)
+    note = (
+        f"tokenizer {name} drops {share:.2g}% of the text's bytes or has no token for them; they "
+        "do not count in bits/byte"
+    )
+    return dataclasses.replace(corpus, note=_notes(corpus.note, note))
+
+
+def _shard_corpus(
+    source: Path, spec: str, val_fraction: float, vocab_size: int | None, verify: bool
+) -> Corpus:
+    """Open shards in place; without one held out, they are split into train and val like text."""
     shards = open_shards(source)
-    tokenizer, note = _shard_tokenizer(source, spec, shards.meta)
+    checked = _check_shards(shards, verify)
+    tokenizer, note = shard_tokenizer(source, spec, shards.meta)
     if shards.meta:
         vocab = int(shards.meta["vocab_size"])
     elif tokenizer:
@@ -212,42 +288,32 @@ def _shard_corpus(source: Path, spec: str, val_fraction: float, vocab_size: int 
         vocab = vocab_size
     else:
         vocab = max(ASSUMED_VOCAB[shard.dtype] for shard in shards.train + shards.val)
-        assumed = f"vocabulary assumed from the layout of {source.name}"
-        note = f"{note}; {assumed}" if note else assumed
+        note = _notes(note, f"vocabulary assumed from the layout of {source.name}")
     train = TokenStream(shards.train, vocab)
     val = TokenStream(shards.val, vocab)
     if not shards.val:
         cut = len(train) - int(len(train) * val_fraction)
         train, val = train.view(0, cut), train.view(cut, len(train))
-    counts = shards.meta.get("bytes", {})
-    return Corpus(
-        source.name, train, val, vocab, tokenizer, counts.get("train"), counts.get("val"), note
+    counts = shards.meta.get("bytes", {}) if shards.val else {}
+    corpus = Corpus(
+        source.name,
+        train,
+        val,
+        vocab,
+        tokenizer,
+        counts.get("train"),
+        counts.get("val"),
+        shards.meta.get("dropped_bytes"),
+        _notes(note, shards.remark, checked),
     )
+    return _with_dropped(corpus)
 
 
-def _shard_tokenizer(source: Path, spec: str, meta: dict[str, Any]) -> tuple[Tokenizer | None, str]:
-    """Load the tokenizer of ``spec``, else the one the shards name; and a note if that fails.
-
-    Presets name GPT-2's, which needs a network once: without one, shards still train.
-    """
-    try:
-        given = load_tokenizer(spec) if spec != "byte" else None
-    except InputError as error:
-        if spec != "gpt2":
-            raise
-        if not meta.get("tokenizer"):
-            return None, str(error)
-        given = None
-    if given is not None:
-        if meta and given.vocab_size != meta["vocab_size"]:
-            raise InputError(
-                f"tokenizer {spec!r} has {given.vocab_size} ids, but the shards in {source} were "
-                f"written with {meta['tokenizer']!r} of {meta['vocab_size']}; use that one"
-            )
-        return given, ""
-    if not meta.get("tokenizer"):
-        return None, ""
-    try:
-        return load_tokenizer(meta["tokenizer"], source), ""
-    except InputError as error:  # training on tokens needs no tokenizer
-        return None, str(error)
+def _check_shards(shards: ShardSet, verify: bool) -> str:
+    """Compare shards with their checksums, if they are small or on request; returns a note."""
+    segments = shards.train + shards.val
+    size = sum(segment.count * np.dtype(segment.dtype).itemsize for segment in segments)
+    whole = verify or size <= checksums.SMALL
+    digests = {segment.label: segment.remember(whole) for segment in segments}
+    compared = check_hashes(shards, digests) if whole else 0
+    return f"checksums of {compared} of {len(segments)} shards match" if verify else ""

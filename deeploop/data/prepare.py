@@ -16,7 +16,7 @@ STAGING = ".staging"  # cache folder for the tokens of text, inside the output f
 def prepare(
     input: str,
     out: str,
-    tokenizer: str = "byte",
+    tokenizer: str = "auto",
     text_field: str = "text",
     val_fraction: float = 0.1,
     shard_tokens: int = 100_000_000,
@@ -26,7 +26,8 @@ def prepare(
 
     The streams are those of ``load_corpus``: ``NAME_val_000000.bin``, … has val,
     ``NAME_train_000001.bin``, … has train, and meta.json, written last, names the
-    tokenizer and the counts. After a kill, the same call again completes the folder
+    tokenizer, the counts and the checksum of each shard. The returned dict also has the
+    corpus's remark as "note". After a kill, the same call again completes the folder
     without tokenising the text a second time; until then the folder is marked
     unfinished and cannot be trained on.
 
@@ -43,7 +44,7 @@ def prepare(
         raise InputError(f"data path {input!r} does not exist; give a file or folder that does")
     folder = user_path(out, "output folder")
     name = Path(input).resolve().stem if input else "topics"
-    with disk_errors(f"output folder {folder}"), claimed_folder(folder):
+    with disk_errors(f"output folder {folder}", folder), claimed_folder(folder):
         staging = folder / STAGING
         corpus = load_corpus(
             input,
@@ -54,6 +55,7 @@ def prepare(
             progress=progress,
         )
         meta = _write_corpus(corpus, folder, name, shard_tokens, progress)
+        meta["note"] = corpus.note
         shutil.rmtree(staging, ignore_errors=True)
     return meta
 
@@ -61,21 +63,26 @@ def prepare(
 def _write_corpus(
     corpus: Corpus, folder: Path, name: str, shard_tokens: int, progress: Progress | None
 ) -> dict[str, Any]:
-    names: list[str] = []
+    hashes: dict[str, str] = {}
     done, total = 0, len(corpus.train) + len(corpus.val)
     # Validation first, as in llm.c, for readers that take the first shard for it.
     for split, stream in (("val", corpus.val), ("train", corpus.train)):
         for chunk in stream.chunks(shard_tokens):
-            names.append(f"{name}_{split}_{len(names):06d}.bin")
-            done += write_shard(folder / names[-1], chunk.blocks(), shard_dtype(corpus.vocab_size))
+            shard = f"{name}_{split}_{len(hashes):06d}.bin"
+            dtype = shard_dtype(corpus.vocab_size)
+            count, hashes[shard] = write_shard(folder / shard, chunk.blocks(), dtype)
+            done += count
             if progress:
                 progress("write", done, total)
     meta = {
-        "shards": names,
+        "shards": list(hashes),
+        "sha256": hashes,
         "tokenizer": corpus.tokenizer.save(folder) if corpus.tokenizer else None,
+        "tokenizer_fingerprint": corpus.tokenizer.fingerprint if corpus.tokenizer else None,
         "vocab_size": corpus.vocab_size,
         "tokens": {"train": len(corpus.train), "val": len(corpus.val)},
         "bytes": {"train": corpus.train_bytes, "val": corpus.val_bytes},
+        "dropped_bytes": corpus.dropped_bytes,
     }
     write_json(folder / META, meta)
     return meta

@@ -16,7 +16,7 @@ that a damaged header is refused rather than read as tokens. (Tokens of GPT-2 ca
 look like a header by chance: both magics contain a token id above 50256.)
 """
 
-import json
+import hashlib
 import re
 import shutil
 from collections.abc import Iterable, Iterator
@@ -27,8 +27,10 @@ from typing import Any
 
 import numpy as np
 
+from deeploop.data.encoded import MAX_VOCAB
+from deeploop.data.folders import choose_by_name, listed
 from deeploop.data.stream import FileSegment
-from deeploop.utils.disk import atomic_file, exclusive
+from deeploop.utils.disk import atomic_file, exclusive, open_regular, read_json
 from deeploop.utils.errors import InputError
 
 HEADER_INTS = 256
@@ -38,18 +40,18 @@ HEADERLESS = ("train.bin", "val.bin")
 META = "meta.json"  # written last: the shards' names, their tokenizer, vocabulary and counts
 UNFINISHED = ".unfinished"  # marks a folder while it is being written
 REPLACEABLE = re.compile(r"_(train|val)_\d{6}\.bin$|^\..*\.tmp$|^meta\.json$")  # by a rerun
-SPLIT_NAME = re.compile(r"(?<![a-z])(train|val)(?:ing|id|idation)?(?![a-z])", re.IGNORECASE)
-MAX_VOCAB = 1 << 24  # ids: far more than any tokenizer has, so a larger number is damage
+META_TYPES = {
+    "shards": list, "vocab_size": int, "tokenizer?": (str, type(None)),
+    "tokenizer_fingerprint?": (str, type(None)), "tokens?": dict, "bytes?": dict,
+    "dropped_bytes?": (int, type(None)), "sha256?": dict,
+}  # fmt: skip
 
 
 def open_shard(path: Path) -> FileSegment:
     """Open a shard of any of the three layouts; its header must agree with the file's size."""
-    try:
-        with open(path, "rb") as file:
-            size = path.stat().st_size
-            header = np.frombuffer(file.read(12), "<i4", count=min(3, size // 4))
-    except OSError as error:
-        raise InputError(f"shard {path} cannot be read ({error.strerror}); allow that") from error
+    with open_regular(path, f"shard {path}") as file:
+        size = path.stat().st_size
+        header = np.frombuffer(file.read(12), "<i4", count=min(3, size // 4))
     if size == 0:
         raise InputError(f"shard {path} is empty; write it again")
     magic = int(header[0]) if len(header) else None
@@ -92,66 +94,64 @@ class ShardSet:
     """The shards of a file or folder by split; ``meta`` is empty where there is no meta.json."""
 
     train: list[FileSegment]
-    val: list[FileSegment]  # empty for a single shard: the caller splits it
+    val: list[FileSegment]  # empty where no shard is held out: the caller splits train
     meta: dict[str, Any]
+    remark: str = ""  # names of files that are not read
 
 
 def open_shards(path: Path) -> ShardSet:
     """Open the shards of a folder (or one file) in order of name, split into train and val.
 
-    A shard is for validation if its name has ``val`` as a word, with no ``train`` after
-    it. Without such a name the first of several shards is, as in llm.c and modded-nanogpt.
+    The names say which (`deeploop.data.folders`). Where none does, the first of several is
+    held out, as in llm.c and modded-nanogpt.
     """
-    if path.is_file():
+    if not path.is_dir():
         return ShardSet([open_shard(path)], [], {})
     if (path / UNFINISHED).exists():
         raise InputError(f"data folder {path} is unfinished; run the same 'deeploop data' again")
-    meta = _read_meta(path)
+    meta = _read_meta(path) if (path / META).exists() else {}
     names = sorted(meta.get("shards", ())) or sorted(file.name for file in path.glob("*.bin"))
     for name in names:
-        if not (path / name).is_file():
+        if not (path / name).exists():
             raise InputError(f"data folder {path} lacks the shard {name} that its {META} lists")
-    shards = [open_shard(path / name) for name in names]
-    val = [shard for shard, name in zip(shards, names, strict=True) if _is_val(name)]
-    if not val and len(shards) > 1:
-        val = shards[:1]
-    train = [shard for shard in shards if shard not in val]
-    if not train:
-        raise InputError(f"data folder {path} has no training shard, only {', '.join(names)}")
-    return ShardSet(train, val, meta)
-
-
-def _is_val(name: str) -> bool:
-    return [word.lower() for word in SPLIT_NAME.findall(name)][-1:] == ["val"]
+    chosen = choose_by_name(path, [path / name for name in names])
+    train, val = chosen.train, chosen.val
+    none_held_out = meta.get("tokens", {}).get("val") == 0
+    if not val and len(train) > 1 and not none_held_out:
+        train, val = train[1:], train[:1]
+    remark = f"not read {listed(chosen.skipped)}" if chosen.skipped else ""
+    return ShardSet([open_shard(p) for p in train], [open_shard(p) for p in val], meta, remark)
 
 
 def _read_meta(folder: Path) -> dict[str, Any]:
-    path = folder / META
-    if not path.exists():
-        return {}
-    try:
-        meta = json.loads(path.read_text())
-        if _is_meta(meta):
-            return meta
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        pass
-    raise InputError(
-        f"{path} is not a shard description this version reads; run 'deeploop data' again"
-    )
-
-
-def _is_meta(meta: Any) -> bool:
-    """Return True if every field has a value of the right type and range."""
-    names, vocab = meta["shards"], meta["vocab_size"]
-    tokenizer, counts = meta.get("tokenizer"), meta.get("bytes", {}).values()
-    return (
-        bool(names)
-        and all(Path(name).name == name for name in names)
-        and type(vocab) is int
-        and 0 < vocab <= MAX_VOCAB
-        and (tokenizer is None or isinstance(tokenizer, str))
+    """Read meta.json; raises InputError where a field has another type or range."""
+    meta = read_json(folder / META, types=META_TYPES)
+    names, counts = meta["shards"], [*meta.get("bytes", {}).values(), meta.get("dropped_bytes")]
+    if (
+        names
+        and all(isinstance(name, str) and name and Path(name).name == name for name in names)
+        and 0 < meta["vocab_size"] <= MAX_VOCAB
         and all(count is None or (type(count) is int and count >= 0) for count in counts)
+    ):
+        return meta
+    raise InputError(
+        f"{folder / META} is not a shard description this version reads; run 'deeploop data' again"
     )
+
+
+def check_hashes(shards: ShardSet, digests: dict[str, str]) -> int:
+    """Compare the hashes of the tokens, by path, with those of meta.json; returns their number."""
+    recorded = shards.meta.get("sha256", {})
+    compared = 0
+    for path, digest in digests.items():
+        wanted = recorded.get(Path(path).name)
+        if wanted is not None and wanted != digest:
+            raise InputError(
+                f"shard {path} has other tokens than were written to it (its checksum in {META} "
+                "does not match); write or copy it again"
+            )
+        compared += wanted is not None
+    return compared
 
 
 def shard_dtype(vocab_size: int) -> str:
@@ -159,20 +159,25 @@ def shard_dtype(vocab_size: int) -> str:
     return "<u2" if vocab_size <= 1 << 16 else "<u4"
 
 
-def write_shard(path: Path, blocks: Iterable[np.ndarray], dtype: str) -> int:
-    """Write one llm.c shard, complete or not at all, from blocks of ids; returns their number."""
+def write_shard(path: Path, blocks: Iterable[np.ndarray], dtype: str) -> tuple[int, str]:
+    """Write one llm.c shard, complete or not at all, from blocks of ids.
+
+    Returns the number of ids and the SHA-256 of the tokens in the file.
+    """
     magic, (version, _) = next(item for item in LAYOUTS.items() if item[1][1] == dtype)
     header = np.zeros(HEADER_INTS, "<i4")
-    count = 0
+    count, digest = 0, hashlib.sha256()
     with atomic_file(path) as file:
         file.write(header.tobytes())
         for block in blocks:
-            file.write(block.astype(dtype).tobytes())
+            data = block.astype(dtype).tobytes()
+            file.write(data)
+            digest.update(data)
             count += len(block)
         header[:3] = magic, version, count
         file.seek(0)
         file.write(header.tobytes())
-    return count
+    return count, digest.hexdigest()
 
 
 @contextmanager

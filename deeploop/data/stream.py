@@ -7,16 +7,20 @@ and turns a file truncated during a run into an InputError, not SIGBUS.
 """
 
 import hashlib
-import io
+import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Protocol
 
 import numpy as np
 
+from deeploop.data.checksums import file_hash
+from deeploop.utils.disk import open_regular
 from deeploop.utils.errors import InputError
 
 BLOCK = 1 << 20  # tokens per read where a stream is read from end to end
+HASHED = 1 << 26  # tokens: of a stream up to this length, every token is hashed
 
 
 class Segment(Protocol):
@@ -50,12 +54,16 @@ class ArraySegment:
 
 @dataclass(frozen=True)
 class FileSegment:
-    """``count`` tokens of ``dtype`` in the file at path ``label``, from byte ``offset`` on."""
+    """``count`` tokens of ``dtype`` in the file at path ``label``, from byte ``offset`` on.
+
+    After `remember`, `read` refuses a file whose content has changed since then.
+    """
 
     label: str
     offset: int
     dtype: str
     count: int
+    _seen: "_Seen" = field(default_factory=lambda: _Seen(), compare=False, repr=False)
 
     def __len__(self) -> int:
         return self.count
@@ -63,15 +71,17 @@ class FileSegment:
     def read(self, start: int, length: int) -> np.ndarray:
         size = np.dtype(self.dtype).itemsize
         buffer = bytearray(length * size)
-        try:
-            # Unbuffered and opened per read: no descriptor outlives the call.
-            with open(self.label, "rb", buffering=0) as file:
+        # Opened per read: no descriptor outlives the call.
+        with open_regular(Path(self.label), f"shard {self.label}") as file:
+            if self._seen.digest and _stamp(file) != self._seen.stamp:
+                self._compare_content(file)
+            try:
                 file.seek(self.offset + start * size)
                 size_read = _read_fully(file, memoryview(buffer))
-        except OSError as error:
-            raise InputError(
-                f"shard {self.label} can no longer be read ({error.strerror}); restore it"
-            ) from error
+            except OSError as error:
+                raise InputError(
+                    f"shard {self.label} can no longer be read ({error.strerror}); restore it"
+                ) from error
         if size_read != length * size:
             raise InputError(
                 f"shard {self.label} ends at token {start + size_read // size}, but had "
@@ -79,11 +89,49 @@ class FileSegment:
             )
         return np.frombuffer(buffer, self.dtype)
 
+    def remember(self, whole: bool) -> str:
+        """Return the hash of the tokens as they are now, and compare with it when they are read.
 
-def _read_fully(file: io.FileIO, view: memoryview) -> int:
+        whole: hash every byte, else samples (`deeploop.data.checksums`).
+        """
+        with open_regular(Path(self.label), f"shard {self.label}") as file:
+            self._seen.stamp = _stamp(file)
+        self._seen.whole, self._seen.digest = whole, self._hash(whole)
+        return self._seen.digest
+
+    def _hash(self, whole: bool) -> str:
+        size = self.count * np.dtype(self.dtype).itemsize
+        return file_hash(Path(self.label), whole=whole, offset=self.offset, size=size)
+
+    def _compare_content(self, file: IO[bytes]) -> None:
+        """Refuse a file that was written since `remember`, unless its tokens are the same."""
+        stamp = _stamp(file)
+        if self._hash(self._seen.whole) != self._seen.digest:
+            raise InputError(
+                f"shard {self.label} has other content than when it was opened; restore it and go "
+                "on from the last checkpoint"
+            )
+        self._seen.stamp = stamp
+
+
+@dataclass
+class _Seen:
+    """Size, time and inode of a file when its hash was taken; no hash: not taken yet."""
+
+    stamp: tuple[int, ...] = ()
+    whole: bool = False
+    digest: str = ""
+
+
+def _stamp(file: IO[bytes]) -> tuple[int, ...]:
+    stat = os.fstat(file.fileno())
+    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_dev
+
+
+def _read_fully(file: IO[bytes], view: memoryview) -> int:
     """Fill ``view``; returns the bytes read, fewer only at the end of the file."""
     size = 0
-    while size < len(view) and (step := file.readinto(view[size:])):
+    while size < len(view) and (step := file.readinto(view[size:])):  # type: ignore[attr-defined]
         size += step
     return size
 
@@ -162,8 +210,19 @@ class TokenStream:
             digest.update(ids.tobytes())
         return digest.hexdigest()
 
+    def content(self) -> str | None:
+        """Return the SHA-256 of every token, as uint32; None for a stream above HASHED tokens."""
+        if len(self) > HASHED:
+            return None
+        digest = hashlib.sha256()
+        for ids in self.blocks():
+            digest.update(ids.astype("<u4").tobytes())
+        return digest.hexdigest()
+
     def _samples(self, blocks: int, size: int) -> Iterator[np.ndarray]:
         size = min(size, len(self))
+        if not size:
+            return
         for start in np.linspace(0, len(self) - size, blocks, dtype=np.int64):
             yield self.read(int(start), size)
 

@@ -1,4 +1,4 @@
-"""Read text files as documents, split documents into spans, and encode spans as tokens.
+"""Split documents into spans, and encode spans as the tokens of the complete documents.
 
 Memory is bounded, whatever the size of a file or document.
 
@@ -7,23 +7,21 @@ The end-of-text id goes before each document. Where a tokenizer has none
 could serve as a separator may also stand in the text.
 """
 
-import functools
-import io
-import itertools
-import json
-import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from deeploop.data.tokenizer import Tokenizer, clean, require
+from deeploop.data.readers import read_documents
+from deeploop.data.tokenizer import ByteTokenizer, Tokenizer, clean
 from deeploop.utils.errors import InputError
 
 SEPARATOR = "\n\n"  # between documents, where there is no end-of-text token
-MAX_LINE = 1 << 28  # bytes of one jsonl record, which must be parsed whole
+SPAN = 4096  # characters of a span, at least
+MAX_SPAN = 1 << 24  # characters that are encoded at once, at most
 
 
 @dataclass(frozen=True)
@@ -35,164 +33,73 @@ class TextSpan:
     position: int  # bytes of the source read so far, for a progress report
 
 
-def text_files(source: Path) -> list[Path]:
-    """List ``source`` itself, or the .txt, .jsonl and .parquet files of the folder by name."""
-    try:
-        files = sorted(source.iterdir()) if source.is_dir() else [source]
-        known = [file for file in files if file.suffix in READERS and file.is_file()]
-    except OSError as error:
-        raise InputError(f"data path {source} cannot be read ({error.strerror})") from error
-    if not known:
-        raise InputError(
-            f"data path {str(source)!r} is not a corpus: give {', '.join(READERS)} or .bin shards, "
-            "as a file or as a folder of files"
-        )
-    for file in known:
-        if not os.access(file, os.R_OK):
-            raise InputError(f"data file {file} may not be read; change its permissions")
-    return known
-
-
-def read_spans(files: Iterable[Path], field: str) -> Iterator[TextSpan]:
-    """Read every document of ``files`` in order, as spans."""
+def read_spans(files: Iterable[Path], field: str, tokenizer: Tokenizer) -> Iterator[TextSpan]:
+    """Read every document of ``files`` in order, as spans that can be encoded one by one."""
     size_before = 0
+    errors = "surrogateescape" if isinstance(tokenizer, ByteTokenizer) else "strict"
     for file in files:
-        for chunks, position in READERS[file.suffix](file, field):
-            for number, text in enumerate(split_text(chunks)):
+        for chunks, position in read_documents(file, field, errors):
+            spans = split_text(chunks, tokenizer.cuts, source=str(file))
+            for number, text in enumerate(spans):
                 yield TextSpan(text, number == 0, size_before + position())
         size_before += file.stat().st_size
 
 
-# A document as chunks of text, and a function for the reader's position in its file, in bytes.
-Document = tuple[Iterable[str], Callable[[], int]]
+def split_text(
+    chunks: Iterable[str],
+    cuts: re.Pattern[str] | None,
+    *,
+    size: int = SPAN,
+    most: int = MAX_SPAN,
+    source: str = "the text",
+) -> Iterator[str]:
+    """Split one document, given in chunks of any length, at the first safe place of each span.
 
+    Args:
+        chunks: the document.
+        cuts: matches where a text may be cut (`deeploop.data.cuts`); None: nowhere.
+        size: characters of a span, at least, but for the last.
+        most: characters in memory at a time.
+        source: name of the document in an error.
 
-def _read_txt(path: Path, field: str) -> Iterator[Document]:
-    """Read the file as one document; line ends stay as they are."""
-    with open(path, "rb") as raw, io.TextIOWrapper(raw, encoding="utf-8", newline="") as file:
+    Raises:
+        InputError: more than `most` characters have no safe place among them.
 
-        def chunks() -> Iterator[str]:
-            try:
-                yield from iter(lambda: file.read(1 << 20), "")
-            except UnicodeDecodeError as error:
-                raise InputError(
-                    f"{path} is not UTF-8 ({error.reason} before byte {raw.tell()}); convert it, "
-                    "or use the byte tokenizer"
-                ) from error
-
-        yield chunks(), raw.tell
-
-
-def _read_jsonl(path: Path, field: str) -> Iterator[Document]:
-    """Read one document per line: the string under ``field``; blank lines are skipped."""
-    with open(path, "rb") as file:
-        for number in itertools.count(1):
-            line = file.readline(MAX_LINE)
-            if not line:
-                return
-            if len(line) == MAX_LINE:
-                raise InputError(f"{path} line {number} is longer than {MAX_LINE} bytes; split it")
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise InputError(f"{path} line {number} is not JSON ({error}); fix it") from error
-            text = record.get(field) if isinstance(record, dict) else None
-            if not isinstance(text, str):
-                raise InputError(
-                    f"{path} line {number} has no string under {field!r}, only "
-                    f"{_kinds(record)}; set text_field"
-                )
-            yield (text,), file.tell
-
-
-def _kinds(record: Any) -> str:
-    """Describe a record by its type, or by its first eight keys and their types."""
-    if not isinstance(record, dict):
-        return f"a {type(record).__name__}"
-    shown = [f"{key[:40]!r} ({type(record[key]).__name__})" for key in list(record)[:8]]
-    return ", ".join(shown + ["..."] * (len(record) > 8)) or "an empty object"
-
-
-def _read_parquet(path: Path, field: str) -> Iterator[Document]:
-    """Read one document per row of the column ``field``; nulls are skipped."""
-    require("pyarrow", str(path), what="data path")
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        with pq.ParquetFile(path) as file:
-            columns = file.schema_arrow.names
-            if field not in columns:
-                raise InputError(
-                    f"{path} has no column {field!r}, only {', '.join(columns)}; set text_field"
-                )
-            kind = file.schema_arrow.field(field).type
-            plain = kind.value_type if pa.types.is_dictionary(kind) else kind
-            if plain not in (pa.string(), pa.large_string()):
-                raise InputError(f"{path} column {field!r} has type {kind}, not string")
-            size, rows, done = path.stat().st_size, max(1, file.metadata.num_rows), 0
-            for batch in file.iter_batches(batch_size=256, columns=[field]):
-                done += len(batch)
-                position = functools.partial(int, size * done // rows)
-                for text in batch.column(0).to_pylist():
-                    if text is not None:
-                        yield (text,), position
-    except (pa.ArrowException, OSError) as error:
-        reason = " ".join(str(error).split())
-        raise InputError(
-            f"{path} could not be read as parquet ({reason}); write it again"
-        ) from error
-
-
-READERS = {".txt": _read_txt, ".jsonl": _read_jsonl, ".parquet": _read_parquet}
-
-
-def span_end(text: str, start: int, size: int = 4096, reach: int = 1 << 16) -> int:
-    """Return the end of the span of ``text`` that begins at ``start``.
-
-    It is the first single space between two non-spaces that is ``size`` characters or
-    more after ``start``. GPT-2's pattern and those derived from it split words there, so
-    that the spans encode to exactly the tokens of the complete text. Without such a space
-    the span ends after ``size + reach`` characters. The end depends on the text alone, not
-    on how it was buffered, if ``text`` has ``size + reach`` characters from ``start`` on or
-    the document ends with it.
+    The spans depend on the text alone, not on how it is divided into chunks.
     """
-    stop = min(len(text), start + size + reach)
-    space = text.find(" ", start + size, stop - 1)
-    while space >= 0:
-        if not text[space - 1].isspace() and not text[space + 1].isspace():
-            return space
-        space = text.find(" ", space + 1, stop - 1)
-    return stop
-
-
-def split_text(chunks: Iterable[str], size: int = 4096, reach: int = 1 << 16) -> Iterator[str]:
-    """Split one document, given in chunks of any length, at `span_end`; O(chunk) memory."""
     buffer = ""
     for chunk in chunks:
+        searched = max(size, len(buffer) - 2)  # a place is told by 2 characters after it
         buffer, start = buffer + chunk, 0
-        while len(buffer) - start >= size + reach:
-            end = span_end(buffer, start, size, reach)
-            yield buffer[start:end]
-            start = end
+        while cuts and (place := cuts.search(buffer, max(searched, start + size))):
+            yield buffer[start : place.start()]
+            start = place.start()
         buffer = buffer[start:]
-    start = 0
-    while start < len(buffer):
-        end = span_end(buffer, start, size, reach)
-        yield buffer[start:end]
-        start = end
+        if len(buffer) > most:
+            raise InputError(
+                f"{source}: has a document with {most:,} characters that this tokenizer encodes "
+                "only as a whole; divide it into shorter documents, or use byte or gpt2"
+            )
+    if buffer:
+        yield buffer
+
+
+class EncodedSpan(NamedTuple):
+    """Token ids of a span, the bytes of text they stand for, and the bytes of all its text."""
+
+    ids: np.ndarray
+    bytes: int
+    text_bytes: int
+    position: int
 
 
 def encode_spans(
     tokenizer: Tokenizer, spans: Iterable[TextSpan], batch: int = 1 << 20
-) -> Iterator[tuple[np.ndarray, int, int]]:
+) -> Iterator[EncodedSpan]:
     """Encode spans in order, about ``batch`` characters of text at a time.
 
-    Yields (ids, bytes of UTF-8 they decode to, position) per span. Before each document
-    comes the end-of-text id, which counts as 0 bytes. Where the tokenizer has none, a
-    blank line, which counts as text, comes between documents.
+    Before each document comes the end-of-text id, which counts as 0 bytes. Where the
+    tokenizer has none, a blank line, which counts as text, comes between documents.
     """
     between = "" if tokenizer.eot is not None else SEPARATOR
     first = True
@@ -201,10 +108,18 @@ def encode_spans(
         for span in group:
             texts.append((between if span.starts_document and not first else "") + span.text)
             first = False
-        for span, text, ids in zip(group, texts, tokenizer.encode_batch(texts), strict=True):
+        for span, text, encoded in zip(group, texts, tokenizer.encode_batch(texts), strict=True):
+            ids, size = encoded
             if span.starts_document and tokenizer.eot is not None:
                 ids = np.concatenate([np.array([tokenizer.eot], np.uint32), ids])
-            yield ids, len(clean(text).encode()), span.position
+            yield EncodedSpan(ids, size, _utf8_bytes(text), span.position)
+
+
+def _utf8_bytes(text: str) -> int:
+    try:
+        return len(text.encode(errors="surrogateescape"))
+    except UnicodeEncodeError:
+        return len(clean(text).encode())
 
 
 def _batches(spans: Iterable[TextSpan], size: int) -> Iterator[list[TextSpan]]:
@@ -227,17 +142,19 @@ def encode_to(
     write: Callable[[np.ndarray], Any],
     spacing: int = 4096,
     progress: Callable[[int], None] = lambda done: None,
-) -> np.ndarray:
+) -> tuple[np.ndarray, int]:
     """Encode spans in order and pass the ids of each to ``write``.
 
-    Returns marks, int64 [n, 2]: (tokens, bytes) from the start on, every ``spacing`` bytes.
+    Returns marks, int64 [n, 2]: (tokens, bytes they stand for) from the start on, every
+    ``spacing`` bytes; and the bytes of all text, in UTF-8.
     """
-    tokens = size = 0
+    tokens = size = text_size = 0
     marks = [(0, 0)]
-    for ids, length, position in encode_spans(tokenizer, spans):
-        write(ids)
-        tokens, size = tokens + len(ids), size + length
+    for span in encode_spans(tokenizer, spans):
+        write(span.ids)
+        tokens, size = tokens + len(span.ids), size + span.bytes
+        text_size += span.text_bytes
         if size - marks[-1][1] >= spacing:
             marks.append((tokens, size))
-            progress(position)
-    return np.array([*marks, (tokens, size)], np.int64)
+            progress(span.position)
+    return np.array([*marks, (tokens, size)], np.int64), text_size

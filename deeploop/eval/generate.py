@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,35 +10,47 @@ from torch import Tensor
 from deeploop.config.fields import MAX_INT, MAX_SEED
 from deeploop.data.tokenizer import Tokenizer, load_tokenizer
 from deeploop.model.looplm import LoopLM
+from deeploop.model.memory import check_generation
 from deeploop.runs import checkpoint
 from deeploop.runs.folder import read_corpus_file
 from deeploop.utils.device import pick_device
-from deeploop.utils.disk import user_path
-from deeploop.utils.errors import InputError
-
-
-def load_run(path: str, device: str = "cpu") -> tuple[LoopLM, checkpoint.Checkpoint]:
-    """Load the model of a run's folder or of a checkpoint, in eval mode; return both."""
-    ckpt = checkpoint.find(path)
-    model = LoopLM(ckpt.config.model)
-    checkpoint.load_weights(ckpt, model)
-    return model.to(device).eval(), ckpt
+from deeploop.utils.disk import foreign, read_bytes, user_path
+from deeploop.utils.errors import Diverged, InputError
 
 
 def load(run: str, device: str = "cpu") -> LoopLM:
     """Load the model of a run's folder or of a checkpoint, in eval mode.
 
-    Raises InputError where there is none, or its files are damaged.
+    Raises InputError where there is none, its files are damaged, or memory cannot hold it.
     """
-    return load_run(run, device)[0]
+    return load_model(checkpoint.find(run), pick_device(device, "device"))
 
 
-def load_run_tokenizer(folder: Path) -> Tokenizer:
-    """Load the tokenizer a run was trained with; raises InputError where it had none."""
+def load_model(ckpt: checkpoint.Checkpoint, device: torch.device) -> LoopLM:
+    """Load the model of a checkpoint, in eval mode; raises what `load` does."""
+    check_generation(ckpt.config.model, device)
+    model = LoopLM(ckpt.config.model)
+    checkpoint.load_weights(ckpt, model)
+    return model.to(device).eval()
+
+
+def load_run_tokenizer(folder: Path, given: str = "") -> Tokenizer:
+    """Load the tokenizer that corpus.json in a run or checkpoint names, or the one `given`.
+
+    Raises InputError where it names none and none is given, or where both are not the same.
+    """
     spec = read_corpus_file(folder).get("tokenizer")
-    if spec is None:
+    if spec is None and not given:
         raise InputError(
-            f"run {folder}: its token shards name no tokenizer, so text cannot be encoded"
+            f"run {folder}: its token shards name no tokenizer, so text cannot be encoded; give "
+            "theirs as --tokenizer"
+        )
+    if spec is None:
+        return load_tokenizer(given)
+    if given and load_tokenizer(given).fingerprint != load_tokenizer(spec, folder).fingerprint:
+        raise InputError(
+            f"tokenizer {given!r} is not the one that run {folder} was trained with ({spec}); "
+            "leave it out"
         )
     return load_tokenizer(spec, folder)
 
@@ -72,10 +85,11 @@ def sample(
 
     Raises:
         InputError: the prompt is empty, or loops < 1.
+        Diverged: the model's output is not finite.
     """
     if prompt.shape[1] < 1:
         raise InputError("prompt: is empty; give at least one token")
-    window = model.config.seq_len
+    window = min(model.config.seq_len, prompt.shape[1] + new_tokens)
     draw = torch.Generator(prompt.device).manual_seed(seed)
     tokens, fresh = prompt, prompt[:, -window:]
     cache = model.new_cache(prompt.shape[0], window, loops)
@@ -94,14 +108,32 @@ def sample(
 
 
 def _pick(logits: Tensor, temperature: float, top_k: int, draw: torch.Generator) -> Tensor:
-    """Draw one token per row: logits [B, vocab] -> int64 [B, 1]."""
+    """Draw one token per row: logits [B, vocab] -> int64 [B, 1].
+
+    Raises Diverged where a logit is NaN, or the largest is infinite: from those nothing is drawn.
+    """
+    largest = logits.max(-1, keepdim=True).values
+    if not bool(largest.isfinite().all()):
+        raise Diverged(
+            "the model's output is not finite, so no token can be drawn; use an earlier "
+            "checkpoint, or a number of loops nearer to that of training"
+        )
     if temperature < torch.finfo(torch.float32).tiny:  # 0, or rounded to it in float32
         return logits.argmax(-1, keepdim=True)
     if 0 < top_k < logits.shape[-1]:
         floor = logits.topk(top_k).values[:, -1:]
         logits = logits.masked_fill(logits < floor, -torch.inf)
-    shifted = logits - logits.max(-1, keepdim=True).values  # so that no temperature overflows
+    shifted = logits - largest  # so that no temperature overflows
     return torch.multinomial((shifted / temperature).softmax(-1), 1, generator=draw)
+
+
+class Continuations(NamedTuple):
+    """Texts that begin with a prompt, and their sizes in tokens."""
+
+    texts: list[str]
+    prompt: int
+    longest: int  # of the longest text, with the prompt
+    window: int  # the most that the model reads at once
 
 
 def generate(
@@ -114,17 +146,38 @@ def generate(
     loops: int = 0,
     seed: int = 0,
     device: str = "auto",
+    tokenizer: str = "",
 ) -> list[str]:
     """Return `num_samples` texts that begin with the prompt and that a run's model continues.
 
     Args:
         run: a run's folder or a checkpoint.
-        prompt: text, or FILE:path to read it from a file.
+        prompt: text, or FILE:path to read it from a file. Of a prompt longer than the model's
+            seq_len only the end is read.
         loops: loops to run; 0 runs those of training.
+        tokenizer: of the token shards, where these named none; empty: the run's.
 
     The others are those of `sample`. Raises InputError for an empty prompt, a token the
-    model has no embedding for, or numbers out of range.
+    model has no embedding for, numbers out of range, or more than memory can hold.
     """
+    return continue_prompt(
+        run, prompt, tokens, temperature, top_k, num_samples, loops, seed, device, tokenizer
+    ).texts
+
+
+def continue_prompt(
+    run: str,
+    prompt: str,
+    tokens: int,
+    temperature: float,
+    top_k: int,
+    num_samples: int,
+    loops: int,
+    seed: int,
+    device: str,
+    tokenizer: str,
+) -> Continuations:
+    """Return the texts of `generate`, with their sizes."""
     limits = {
         "tokens": (tokens, 1, MAX_INT),
         "num_samples": (num_samples, 1, MAX_INT),
@@ -137,40 +190,37 @@ def generate(
         if not least <= value <= most:
             raise InputError(f"{name}={value}: must lie between {least} and {most}")
     prompt = _read_prompt(prompt)
-    torch_device = pick_device(device)
-    model, ckpt = load_run(run, str(torch_device))
-    tokenizer = load_run_tokenizer(ckpt.run)
-    ids = tokenizer.encode(prompt)
-    if ids and max(ids) >= model.config.vocab_size:
+    torch_device = pick_device(device, "device")
+    ckpt = checkpoint.find(run)
+    m = ckpt.config.model
+    encoder = load_run_tokenizer(ckpt.described_in, tokenizer)
+    ids = encoder.encode(prompt)
+    if ids and max(ids) >= m.vocab_size:
         raise InputError(
-            f"prompt: token {max(ids)} is outside the model's vocabulary of "
-            f"{model.config.vocab_size}"
+            f"prompt: token {max(ids)} is outside the model's vocabulary of {m.vocab_size}"
         )
+    check_generation(m, torch_device, num_samples, min(m.seq_len, len(ids) + tokens), loops)
+    model = load_model(ckpt, torch_device)
     start = torch.tensor([ids], dtype=torch.long, device=torch_device).repeat(num_samples, 1)
     out = sample(
-        model,
-        start,
-        tokens,
-        temperature=temperature,
-        top_k=top_k,
-        loops=loops or None,
-        seed=seed,
-        stop=tokenizer.eot,
-    )
+        model, start, tokens, temperature=temperature, top_k=top_k, loops=loops or None, seed=seed,
+        stop=encoder.eot,
+    )  # fmt: skip
     rows = out.tolist()
-    if tokenizer.eot is not None:
-        rows = [cut_after_stop(row, len(ids), tokenizer.eot) for row in rows]
-    return [tokenizer.decode(row) for row in rows]
+    if encoder.eot is not None:
+        rows = [cut_after_stop(row, len(ids), encoder.eot) for row in rows]
+    texts = [encoder.decode(row) for row in rows]
+    return Continuations(texts, len(ids), max(map(len, rows)), m.seq_len)
 
 
 def _read_prompt(prompt: str) -> str:
     """Return the prompt, read from the file where it is FILE:path."""
     if not prompt.startswith("FILE:"):
         return prompt
-    try:
-        return user_path(prompt[5:], "prompt file").read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"prompt file {prompt[5:]!r}: could not be read ({error})") from error
+    what = f"prompt file {prompt[5:]!r}"
+    text = read_bytes(user_path(prompt[5:], "prompt file"), what)
+    with foreign(what, "give a text in UTF-8"):
+        return text.decode()
 
 
 def cut_after_stop(row: list[int], start: int, stop: int) -> list[int]:

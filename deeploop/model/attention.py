@@ -48,10 +48,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """
     T = q.shape[2]
     short = q.device.type == "cpu" and q.dtype == torch.bfloat16 and T <= 256
-    if not short or mask is not None or T == 1:
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None and T > 1
-        )
+    if mask is not None or T == 1:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    if not short:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     future = q.new_full((T, T), -torch.inf).triu(1).expand(q.shape[0] * q.shape[1], T, T)
     q3, k3, v3 = (x.flatten(0, 1) for x in (q, k, v))
     scores = torch.baddbmm(future, q3, k3.transpose(1, 2), alpha=q.shape[-1] ** -0.5)

@@ -1,12 +1,12 @@
 """The borders of the loops: the start state, and all that happens between two loops.
 
-    s = e, or noise                                     model.start
-    for loop in range(R):
-        s = s + sinusoid(loop)                          model.loop_signal
-        s = inject(s, e)                                model.inject
-        s = rule.start_loop(s, e); the K blocks
-        s = RMSNorm(s) * final_gain                     model.loop_norm = each
-    s = RMSNorm(s) * final_gain, before the coda        model.loop_norm = last
+s = e, or noise                                     model.start
+for loop in range(R):
+    s = s + sinusoid(loop)                          model.loop_signal
+    s = inject(s, e)                                model.inject
+    s = rule.start_loop(s, e); the K blocks
+    s = RMSNorm(s) * final_gain                     model.loop_norm = each
+s = RMSNorm(s) * final_gain, before the coda        model.loop_norm = last
 """
 
 from collections.abc import Sequence
@@ -23,6 +23,7 @@ from deeploop.model.residual import Residual
 from deeploop.model.state import LoopState, Visit
 from deeploop.model.sublayer import Sublayer
 from deeploop.utils.device import autocast_dtype
+from deeploop.utils.errors import InputError
 
 
 class LoopBorders(nn.Module):
@@ -30,6 +31,7 @@ class LoopBorders(nn.Module):
 
     def __init__(self, config: ModelConfig, rule: Residual):
         super().__init__()
+        check_borders(config, rule)
         self.config, self.rule = config, rule
         self.injection = injection(config)
         self.modulation = LoopModulation(config) if config.loop_signal == "modulate" else None
@@ -99,9 +101,7 @@ class LoopBorders(nn.Module):
         """Norm the stream itself at the end of a loop, for loop_norm=each; gain [d_model]."""
         return self._normed(s, gain) if self.config.loop_norm == "each" else s
 
-    def after_loops(
-        self, s: LoopState, gain: Tensor | None, coda: Sequence[Sublayer]
-    ) -> LoopState:
+    def after_loops(self, s: LoopState, gain: Tensor | None, coda: Sequence[Sublayer]) -> LoopState:
         """Bring the state to the coda or the head; with loop_norm the head takes the stream."""
         if self.config.loop_norm == "none":
             return s
@@ -113,3 +113,23 @@ class LoopBorders(nn.Module):
     def _normed(self, s: LoopState, gain: Tensor | None) -> LoopState:
         h = F.rms_norm(s.h, s.h.shape[-1:], gain, self.config.norm_eps)
         return s._replace(h=h, n=None)
+
+
+def check_borders(config: ModelConfig, rule: Residual) -> None:
+    """Refuse starts and injections that exclude each other or the rule; raises InputError."""
+    name = config.residual
+    if config.inject == "none":
+        if config.start == "noise" and not rule.uses_input:
+            raise InputError(
+                "model.start=noise: needs model.inject, or the tokens would not reach the loops"
+            )
+    elif rule.uses_input:
+        raise InputError(
+            f"model.inject={config.inject}: the rule {name} injects the loops' input itself; "
+            "leave model.inject out, or switch that off in the rule's fields"
+        )
+    elif rule.starts_fresh:
+        raise InputError(
+            f"model.inject={config.inject}: the rule {name} changes the stream at the start of a "
+            "loop, too; switch that off in the rule's fields"
+        )

@@ -13,6 +13,9 @@ Ouro (arXiv 2510.25741) and others also differ in `start`, `inject` (`deeploop.m
 in a norm between loops and in the loop's number as an input (`deeploop.model.loop_signal`).
 """
 
+# An annotation that is evaluated inside `run` would break the graph of torch.compile.
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -49,6 +52,10 @@ class LoopLM(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
+        if not config.vocab_size:
+            raise InputError(
+                "model.vocab_size=0: a model needs a number of ids; give the tokenizer's vocab_size"
+            )
         self.config, self.rule = config, residual_rule(config)
         d, vocab = config.d_model, config.vocab_size
         self.norm_embed = nn.RMSNorm(d) if self.rule.norms_embedding else None

@@ -1,17 +1,19 @@
 """Draw a run's loss.png and loops.png from the lines of its metrics.jsonl."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from deeploop.utils.figures import loop_matrix, save_figure
+from deeploop.utils.figures import MOST_NAMES, Line, loop_matrix, save_figure, shaded_lines
 
 
 def loss(metrics: list[dict[str, Any]], floors: dict[str, float], path: Path) -> None:
-    """Plot training and held-out loss by step, in nats per token.
+    """Plot training and held-out loss by step, in nats per token; the title is the run's folder.
 
     floors: by name, the loss that n-gram counts reach, drawn as dotted lines. Runs in
     segments show the loss of each segment.
@@ -20,20 +22,49 @@ def loss(metrics: list[dict[str, Any]], floors: dict[str, float], path: Path) ->
     axes = figure.subplots()
     _segments(axes, metrics)
     count = _of_one_length(metrics, "segment_losses")[1]
-    last = f"training, segment {count} (last)" if count else "training"
-    for key, label in (("loss", last), ("val_loss", "held out")):
-        points = [(m["step"], m[key]) for m in metrics if key in m]
-        if points:
-            axes.plot(
-                *zip(*points, strict=True), label=label, marker="." if key == "val_loss" else ""
-            )
+    training_curve(axes, metrics, f"training, segment {count} (last)" if count else "training")
+    held_out_curve(axes, metrics, "held out", "C1")
     for name, nats in floors.items():
         axes.axhline(nats, linestyle=":", linewidth=1, color="grey")
         axes.annotate(name, (1, nats), xycoords=("axes fraction", "data"), ha="right", va="bottom")
+    axes.set_title(f"loss of {path.absolute().parent.name}")
     axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylabel("cross-entropy, nats per token")
     axes.legend()
     save_figure(figure, path)
+
+
+def training_curve(
+    axes: Any, metrics: list[dict[str, Any]], label: str, colour: Any = "C0"
+) -> None:
+    """Plot the training loss by step: its mean over a tenth of the run, and faintly itself."""
+    points = [(m["step"], m["loss"]) for m in metrics if m.get("loss") is not None]
+    if not points:
+        return
+    steps, losses = zip(*points, strict=True)
+    reach = len(losses) // 20  # lines of metrics to either side
+    if reach:
+        axes.plot(steps, losses, linewidth=0.8, alpha=0.35, color=colour)
+    axes.plot(steps, smoothed(losses, reach), color=colour, label=label)
+
+
+def held_out_curve(
+    axes: Any, metrics: list[dict[str, Any]], label: str, colour: Any, line: str = "-"
+) -> None:
+    """Plot the held-out loss by step, a dot for each validation."""
+    points = [(m["step"], m["val_loss"]) for m in metrics if m.get("val_loss") is not None]
+    if points:
+        axes.plot(*zip(*points, strict=True), marker=".", linestyle=line, color=colour, label=label)
+
+
+def smoothed(values: Sequence[float], reach: int) -> list[float]:
+    """Return the mean of each value and of up to `reach` values to either side, equally many."""
+    result = []
+    for i in range(len(values)):
+        near = min(reach, i, len(values) - 1 - i)
+        result.append(fmean(values[i - near : i + near + 1]))
+    return result
 
 
 def _of_one_length(metrics: list[dict[str, Any]], key: str) -> tuple[list[dict[str, Any]], int]:
@@ -46,12 +77,16 @@ def _of_one_length(metrics: list[dict[str, Any]], key: str) -> tuple[list[dict[s
 
 
 def _segments(axes: Any, metrics: list[dict[str, Any]]) -> None:
-    """Plot the losses of all segments but the last, in thin lines."""
+    """Plot the losses of all segments but the last, in thin lines from dark to light."""
     lines, count = _of_one_length(metrics, "segment_losses")
-    for i in range(count - 1):
+    names = [f"training, segment {i + 1}" for i in range(count - 1)]
+    if len(names) > MOST_NAMES // 2:
+        names = [f"training, segments 1 to {count - 1}: dark to light", *[""] * (count - 2)]
+    for i, name in enumerate(names):
         points = [(m["step"], m["segment_losses"][i]) for m in lines]
+        shade = colormaps["viridis"](i / max(1, count - 2))
         axes.plot(
-            *zip(*points, strict=True), linewidth=0.8, alpha=0.5, label=f"training, segment {i + 1}"
+            *zip(*points, strict=True), linewidth=0.8, alpha=0.6, color=shade, label=name or None
         )
 
 
@@ -64,7 +99,7 @@ def loops(metrics: list[dict[str, Any]], path: Path) -> None:
     if not lines:
         return
     routed = "router_overlap" in lines[-1]
-    figure = Figure(figsize=(13 if routed else 5, 4), layout="constrained")
+    figure = Figure(figsize=(16 if routed else 6, 4), layout="constrained")
     panels = figure.subplots(1, 3 if routed else 1, squeeze=False)[0]
     _by_loop(panels[0], lines, "residual_rms", "RMS of the residual stream at a loop's end")
     if routed:
@@ -77,11 +112,9 @@ def loops(metrics: list[dict[str, Any]], path: Path) -> None:
 def _by_loop(axes: Any, lines: list[dict[str, Any]], key: str, title: str) -> None:
     """Plot the values under `key`, one line per loop, over the steps."""
     lines, count = _of_one_length(lines, key)
-    for loop in range(count):
-        shade = colormaps["viridis"](loop / max(1, count - 1))
-        points = [(m["step"], m[key][loop]) for m in lines]
-        axes.plot(*zip(*points, strict=True), color=shade, label=str(loop + 1))
+    steps = [m["step"] for m in lines]
+    family = [Line(i + 1, steps, [m[key][i] for m in lines]) for i in range(count)]
+    shaded_lines(axes, family, "loop")
     axes.set_title(title)
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.legend(title="loop", fontsize="small", ncols=1 + count // 8)

@@ -48,6 +48,8 @@ class StepMetrics:
         losses: by the loop that a segment ends at, its mean cross-entropy, nats per token.
         grad_norm: of the last optimizer step, before clipping.
         loads: int64 [loops, n_layers, experts], tokens sent to each expert; None without experts.
+        dropped: int64 [n_layers, experts], those over an expert's capacity, over all loops; None
+            without a capacity.
         nonfinite: bool scalar; a loss, a gradient or an expert's bias was not finite.
     """
 
@@ -57,7 +59,7 @@ class StepMetrics:
         self.z: Tensor | None = None
         self.z_visits: dict[int, int] = {}  # with gradient, in the segment that ends there
         self.loads: Tensor | None = None
-        self.dropped: Tensor | None = None  # slots over their expert's capacity
+        self.dropped: Tensor | None = None
         self.rms: list[Tensor] = []
         self.observed: set[Segment] = set()
         self.grad_norm = torch.zeros(())
@@ -91,7 +93,7 @@ class StepMetrics:
             self.loads[end - len(loads) : end] += loads
             capacity = self.moe.capacity(n_tokens)
             if capacity is not None:
-                over = (loads - capacity).clamp_min(0).sum()
+                over = (loads - capacity).clamp_min(0).sum(0)
                 self.dropped = over if self.dropped is None else self.dropped + over
 
     def gather(self, ranks: Ranks) -> None:
@@ -125,7 +127,7 @@ class StepMetrics:
             figures["router_overlap"] = router_overlap(self.loads).tolist()
             figures["load_spread"] = load_spread(self.loads).tolist()
         if self.loads is not None and self.dropped is not None:
-            figures["dropped"] = (self.dropped / self.loads.sum()).item()
+            figures["dropped"] = (self.dropped.sum() / self.loads.sum()).item()
         return figures
 
 

@@ -23,18 +23,24 @@ def adamw(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
 def learning_rate(step: int, config: TrainConfig) -> float:
     """Return the learning rate of a step from 0 to steps - 1.
 
-    wsd: linear warm-up, constant, linear decay to `min_lr * lr` over the last
-    `decay` of the steps (10/80/10 by default). cosine: warm-up, then half a
-    cosine down to `min_lr * lr`.
+    The rate rises linearly to `lr` over the first `warmup` of the steps and ends at
+    `min_lr * lr`, which the last step takes exactly. wsd: constant, then linear over the
+    last `decay` of the steps (10/80/10 by default). cosine: half a cosine from the step at
+    `lr` to the last.
+
+    The rate stays at `lr` to the end where no step is left to decay over: in a run of one
+    step, in one that warms up to its end, and in wsd with `decay` of less than half a step.
+    A run resumed with other `steps` takes the schedule of the new number from there on.
     """
-    warmup = round(config.warmup * config.steps)
+    last, warmup = config.steps - 1, round(config.warmup * config.steps)
     if step < warmup:
         return config.lr * (step + 1) / warmup
+    decay = last - max(0, warmup - 1)  # steps after the first one at lr
+    if config.schedule == "wsd":
+        decay = min(decay, round(config.decay * config.steps))
+    share = min(1.0, (last - step) / decay) if decay else 1.0
     if config.schedule == "cosine":
-        done = (step - warmup) / max(1, config.steps - warmup)
-        share = 0.5 * (1 + math.cos(math.pi * done))
-    else:
-        share = min(1.0, (config.steps - step) / max(1, round(config.decay * config.steps)))
+        share = 0.5 * (1 - math.cos(math.pi * share))
     return config.lr * (config.min_lr + (1 - config.min_lr) * share)
 
 

@@ -1,10 +1,10 @@
 """Make a trainer from a configuration: resolve, check and describe it before step one."""
 
+import contextlib
 import math
 import os
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,30 +17,48 @@ from deeploop.config.model import RESIDUALS
 from deeploop.data.corpus import Corpus, load_corpus
 from deeploop.data.ngrams import ngram_bits
 from deeploop.model.looplm import count_parameters
+from deeploop.model.memory import check_training
 from deeploop.model.moe.experts import check_strides
 from deeploop.model.residual import residual_rule
 from deeploop.runs import checkpoint
 from deeploop.runs.folder import (
     choose_run_folder,
+    claim_folder,
+    clear_unfinished,
     corpus_identity,
+    difference,
+    is_empty,
     lock_run_folder,
     read_corpus_file,
     write_run_files,
 )
+from deeploop.runs.metrics_file import copy_metrics
+from deeploop.train.same_start import Start, prepare_together
 from deeploop.train.trainer import Trainer
+from deeploop.utils.console import say
 from deeploop.utils.device import computes_in_bf16, device_name, pick_device
 from deeploop.utils.disk import user_path
 from deeploop.utils.distributed import Ranks, local_rank
 from deeploop.utils.errors import InputError
 
 
-def resolve(config: Config, corpus: Corpus, ranks: Ranks) -> Config:
-    """Fill in the device, precision and vocabulary that the configuration leaves open."""
+def rank_device(config: Config, ranks: Ranks) -> torch.device:
+    """Return the device of this rank; raises InputError where the machine does not have it."""
     device = pick_device(config.train.device)
     if ranks.world > 1 and device.type == "cuda":
-        device = torch.device(
-            "cuda", local_rank()
-        )  # not the device that a resumed run's main rank had
+        return torch.device("cuda", local_rank())  # not that of a resumed run's main rank
+    return device
+
+
+def check_memory(config: Config, ranks: Ranks) -> None:
+    """Refuse a step whose part on this rank cannot fit in memory; raises InputError."""
+    sequences = len(ranks.local_rows(config.train.batch_size))
+    check_training(config, rank_device(config, ranks), sequences)
+
+
+def resolve(config: Config, corpus: Corpus, ranks: Ranks) -> Config:
+    """Fill in the device, precision and vocabulary that the configuration leaves open."""
+    device = rank_device(config, ranks)
     precision = config.train.precision
     if precision == "auto":
         precision = "bf16" if computes_in_bf16(device) else "fp32"
@@ -54,17 +72,29 @@ def resolve(config: Config, corpus: Corpus, ranks: Ranks) -> Config:
         )
     m, t = config.model, config.train
     cut_off = t.backprop == "last" and t.backprop_loops < m.loops
-    if m.prelude and cut_off and m.inject == "none" and not residual_rule(m).uses_input:
+    read_again = m.inject != "none" or residual_rule(m).uses_input
+    if m.prelude and cut_off and not read_again:
         raise InputError(
             f"model.prelude={m.prelude}: gets no gradient with train.backprop=last under "
-            f"model.residual={m.residual} and model.inject=none: later loops do not read its output; "
-            "use full or segments, model.inject, or model.prelude 0"
+            f"model.residual={m.residual} and model.inject=none, where later loops do not read its "
+            "output; use full or segments, model.inject, or model.prelude 0"
         )
     if m.moe.experts and m.moe.backend == "grouped_mm":
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         check_strides(m.d_model, m.moe.d_expert or m.d_model, dtype, device)
     config = config.replace("model", vocab_size=vocab)
+    config = config.replace("data", **absolute_paths(config, corpus))
     return config.replace("train", device=str(device), precision=precision)
+
+
+def absolute_paths(config: Config, corpus: Corpus) -> dict[str, str]:
+    """Return data.path and data.tokenizer as they are valid in any working directory."""
+    path, spec = config.data.path, config.data.tokenizer
+    if path:
+        path = str(user_path(path, "data.path").resolve())
+    if corpus.tokenizer is not None and spec not in ("auto", "byte", "gpt2"):
+        spec = corpus.tokenizer.spec
+    return {"path": path, "tokenizer": spec}
 
 
 def check_compiler() -> None:
@@ -86,13 +116,18 @@ def describe(trainer: Trainer) -> list[str]:
         blocks = f"{m.prelude} + {m.n_layers} x {m.loops} loops + {m.coda} blocks"
     scales = trainer.model.rule.describe()
     scale = f", {scales}" if scales else ""
+    borders = "".join(
+        f", {name.replace('_', ' ')} {value}"
+        for name in ("start", "inject", "loop_norm", "loop_signal")
+        if (value := getattr(m, name)) != getattr(type(m)(), name)
+    )
     experts = ""
     if m.moe.experts:
         e = m.moe
         experts = f"; experts: {e.backend}, {e.top_k} of {e.experts} + {e.shared} shared"
     return [
         f"model    {c.preset}: {m.residual}, {blocks}, "
-        f"width {m.d_model}, {count_parameters(trainer.model):,} parameters{scale}",
+        f"width {m.d_model}, {count_parameters(trainer.model):,} parameters{scale}{borders}",
         f"data     {trainer.corpus.describe()}",
         f"paths    {device_name(trainer.device)}, {c.train.precision}; updates: {kernels}; "
         f"attention: PyTorch{experts}; loss: chunked cross-entropy"
@@ -121,6 +156,10 @@ def without_effect(config: Config) -> list[str]:
         )
         if e.value != default.value
     ]
+    for name, needed in (("start_std", "start=noise"), ("adapter_init", "inject=adapter")):
+        field, value = needed.split("=")
+        if getattr(m, name) != getattr(type(m)(), name) and getattr(m, field) != value:
+            lines.append(f"model.{name}={getattr(m, name)}: no effect without model.{needed}")
     if t.backprop == "full" and t.backprop_loops != type(t)().backprop_loops:
         lines.append(f"train.backprop_loops={t.backprop_loops}: no effect with train.backprop=full")
     return lines
@@ -161,8 +200,9 @@ def check_same(wanted: Config, ckpt: checkpoint.Checkpoint) -> None:
 def check_newest(ckpt: checkpoint.Checkpoint) -> None:
     """Refuse to go on in place from a checkpoint that newer ones stand beside.
 
-    They and the metrics would be of another past than the run's.
+    They and the metrics would be of another past than the run's. Its folder must be locked.
     """
+    assert ckpt.run is not None  # `same_folder` has refused a copy without --out
     newest = checkpoint.steps(ckpt.run)[-1]
     if newest.name != ckpt.path.name:
         raise InputError(
@@ -172,14 +212,17 @@ def check_newest(ckpt: checkpoint.Checkpoint) -> None:
 
 
 def check_same_corpus(corpus: Corpus, ckpt: checkpoint.Checkpoint) -> None:
-    """Refuse to go on where the text under the run is no longer the one it began with."""
-    before = read_corpus_file(ckpt.run)
+    """Refuse to go on with other tokens than the run began with, wherever they lie."""
+    before = read_corpus_file(ckpt.described_in)
     now = corpus_identity(corpus)
+    if "content" not in before:  # a run of an older version has fingerprints alone
+        del now["content"]
     if any(before.get(name) != value for name, value in now.items()):
         raise InputError(
-            f"data.path={ckpt.config.data.path!r}: changed since the run {ckpt.run} began "
-            f"({before.get('train_tokens')} training tokens then, {now['train_tokens']} now); "
-            "restore it or start a new run"
+            f"the corpus {corpus.name} changed since the run of {ckpt.path} began, or is read in "
+            f"another way ({before.get('train_tokens')} training tokens then, "
+            f"{now['train_tokens']} now); give the place of the same text as --data, its tokenizer "
+            "as --data.tokenizer, or start a new run without --resume"
         )
 
 
@@ -198,12 +241,18 @@ def read_corpus(config: Config) -> Corpus:
         text_field=config.data.text_field,
         val_fraction=config.data.val_fraction,
         vocab_size=config.model.vocab_size or None,
+        verify=config.data.verify,
     )
 
 
 def open_corpus(config: Config) -> Corpus:
     """Load the corpus to train on; raises InputError if it is shorter than one sequence."""
     corpus = read_corpus(config)
+    if not len(corpus.val):
+        raise InputError(
+            f"data.val_fraction={config.data.val_fraction}: leaves no text to validate on; give a "
+            "small fraction such as 0.001, or a folder with train.txt and val.txt"
+        )
     if len(corpus.train) <= config.model.seq_len:
         raise InputError(
             f"data.path={config.data.path!r}: {len(corpus.train)} training tokens are fewer than "
@@ -218,54 +267,122 @@ def open_run(
     console: Console,
     ckpt: checkpoint.Checkpoint | None = None,
     ranks: Ranks = Ranks(),  # noqa: B008
-    check: Callable[[Config], None] | None = None,
 ) -> Trainer:
     """Load the corpus, build or restore the model, make or enter the run's folder.
 
     Nothing is written before everything that can be refused was checked, and only by the
-    main rank.
+    main rank. A run's folder is locked before its newest checkpoint is chosen.
 
     Args:
         config: of the run.
         console: receives the progress.
         ckpt: a checkpoint to go on from.
         ranks: processes that train together.
-        check: raises InputError for a resolved configuration that must not start.
     """
-    corpus = open_corpus(config)
-    config = resolve(config, corpus, ranks)
-    if check is not None:
-        check(config)
-    if ckpt is not None:
-        check_same(config, ckpt)
-        check_same_corpus(corpus, ckpt)
-    floors = ngram_floors(corpus) if ranks.is_main else {}
-    new = ckpt is None or not same_folder(config.train.out, ckpt.run)
-    if ckpt is not None and not new:
-        check_newest(ckpt)
-    if ranks.is_main:
-        folder = choose_run_folder(config) if ckpt is None or new else ckpt.run
-    else:
-        folder = Path(config.train.out)  # which only the first rank writes to
-    trainer = Trainer(config, corpus, floors, folder, console, ranks)
-    if ckpt is not None:
-        trainer.restore(ckpt)
-    if ranks.is_main:
-        lock_run(trainer, new)
+    with contextlib.ExitStack() as lock:
+        start = prepare_together(ranks, lambda: prepare(config, console, ckpt, ranks, lock))
+        floors = ngram_floors(start.corpus) if ranks.is_main else {}
+        trainer = Trainer(start.config, start.corpus, floors, start.folder, console, ranks)
+        if start.ckpt is not None and start.ckpt.saved:
+            trainer.restore(start.ckpt)
+        if ranks.is_main:
+            begin_folder(trainer, start, lock)
+        trainer.lock = lock.pop_all()
     return trainer
 
 
-def lock_run(trainer: Trainer, new: bool) -> None:
-    """Lock the run's folder and write its first files; remove a new folder on failure."""
-    trainer.lock.enter_context(lock_run_folder(trainer.folder, new))
+def prepare(
+    config: Config,
+    console: Console,
+    ckpt: checkpoint.Checkpoint | None,
+    ranks: Ranks,
+    lock: contextlib.ExitStack,
+) -> Start:
+    """Check all that this rank knows of a run, and lock the folder of one that goes on.
+
+    The arguments are those of `open_run`; `lock` receives the main rank's lock.
+    """
+    ckpt = restarted(config) or ckpt
+    in_place = ckpt is not None and same_folder(config.train.out, ckpt)
+    check_memory(config, ranks)
+    if ckpt is not None and in_place and ranks.is_main:
+        lock_folder(ckpt.run or ckpt.path, console, lock)
+        if ckpt.newest or not ckpt.saved:  # another process may have written since
+            ckpt = checkpoint.find(str(ckpt.run), begin=True)
+    corpus = open_corpus(config)
+    config = resolve(config, corpus, ranks)
+    check_memory(config, ranks)  # the vocabulary is now known
+    if ckpt is not None:
+        check_same(config, ckpt)
+        if ckpt.saved:
+            check_same_corpus(corpus, ckpt)
+        if ckpt.saved and in_place:
+            check_newest(ckpt)
+    if ckpt is not None and in_place:
+        folder = ckpt.run or ckpt.path
+    elif ranks.is_main:
+        folder = choose_run_folder(config, begin=True)
+    else:
+        folder = Path(config.train.out)  # `prepare_together` gives it the main rank's
+    return Start(config, corpus, ckpt, folder, new=not in_place)
+
+
+def restarted(config: Config) -> checkpoint.Checkpoint | None:
+    """Return the newest checkpoint of a run that torchrun starts again after a rank has failed.
+
+    None at its first start, without `train.out`, or where the folder is of another run.
+    """
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") in ("", "0") or not config.train.out:
+        return None
+    if not checkpoint.steps(user_path(config.train.out, "train.out")):
+        return None
+    ckpt = checkpoint.find(config.train.out)
+    vocab = config.model.vocab_size or ckpt.config.model.vocab_size
+    precision = config.train.precision
+    precision = ckpt.config.train.precision if precision == "auto" else precision
+    wanted = config.replace("model", vocab_size=vocab).replace("train", precision=precision)
+    return None if difference(wanted, ckpt.config) else ckpt
+
+
+def lock_folder(
+    folder: Path, console: Console, lock: contextlib.ExitStack, begins: Config | None = None
+) -> None:
+    """Lock a run's folder until `lock` closes; `begins` is the configuration of a new run."""
+    if not lock.enter_context(lock_run_folder(folder, begins is not None, begins)):
+        say(
+            console,
+            f"locks    off: the file system of {folder} has none; a file .lock in it keeps other "
+            "runs out",
+        )
+
+
+def begin_folder(trainer: Trainer, start: Start, lock: contextlib.ExitStack) -> None:
+    """Lock a new run's folder and write a run's first files; remove a new folder on failure."""
+    fresh = start.new and (not trainer.folder.exists() or is_empty(trainer.folder))
+    if start.new and not start.config.train.out:
+        trainer.folder = claim_folder(trainer.folder)
+    if start.new:
+        lock_folder(trainer.folder, trainer.console, lock, start.config)
     try:
+        clear_unfinished(trainer.folder)
+        for sentence in checkpoint.clear_incomplete(trainer.folder):
+            say(trainer.console, sentence)
+        if start.new and start.ckpt is not None and start.ckpt.saved and start.ckpt.run:
+            copy_metrics(start.ckpt.run, trainer.folder, start.ckpt.step)
         write_run_files(trainer.folder, trainer.config, trainer.corpus, trainer.floors)
     except BaseException:
-        if new:
+        if fresh:
             shutil.rmtree(trainer.folder, ignore_errors=True)
         raise
 
 
-def same_folder(out: str, folder: Path) -> bool:
-    """Return whether a run with this train.out stays in `folder`; without train.out it does."""
-    return not out or user_path(out, "train.out").resolve() == folder.resolve()
+def same_folder(out: str, ckpt: checkpoint.Checkpoint) -> bool:
+    """Return whether a run with this train.out stays in its folder; without train.out it does."""
+    if ckpt.run is None and not out:
+        raise InputError(
+            f"checkpoint {ckpt.path}: is a copy outside of a run's folder; give --out to go on "
+            "from it in a new folder"
+        )
+    return not out or (
+        ckpt.run is not None and user_path(out, "train.out").resolve() == ckpt.run.resolve()
+    )

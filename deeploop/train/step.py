@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deeploop.config import Config
+from deeploop.config import Config, MoEConfig
 from deeploop.config.backprop import Segment, optimizer_steps
 from deeploop.model.looplm import LoopLM
 from deeploop.model.moe.layer import MoE, update_router_bias_
@@ -81,7 +81,7 @@ def train_step(
         metrics.check(metrics.grad_norm)
     metrics.gather(ranks)
     metrics.check(metrics.total_loss())
-    balance_experts(model, metrics, config.model.moe.balance_lr)
+    balance_experts(model, metrics, config.model.moe)
     return metrics
 
 
@@ -106,11 +106,14 @@ def apply_gradients(
     return norm
 
 
-def balance_experts(model: LoopLM, metrics: StepMetrics, lr: float) -> None:
+def balance_experts(model: LoopLM, metrics: StepMetrics, config: MoEConfig) -> None:
     """Move each router's bias towards even loads over the whole batch, unless it was not finite."""
-    if metrics.loads is None or not lr:
+    if metrics.loads is None or not config.balance_lr:
         return
+    loads, centred = metrics.loads.sum(0), config.balance == "centred"
+    if not centred and metrics.dropped is not None:
+        loads = loads - metrics.dropped
     moes = [s.branch for s in model.sublayers if isinstance(s.branch, MoE)]
-    for moe, load in zip(moes, metrics.loads.sum(0), strict=True):
-        update_router_bias_(moe.bias, load * ~metrics.nonfinite, lr)
+    for moe, load in zip(moes, loads, strict=True):
+        update_router_bias_(moe.bias, load * ~metrics.nonfinite, config.balance_lr, centred)
         metrics.check(moe.bias)  # it steers the choice of experts alone: no loss would show it

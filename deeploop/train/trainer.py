@@ -6,9 +6,6 @@ One process, or one of several that share each batch (see `deeploop.utils.distri
 import contextlib
 import math
 import signal
-import threading
-import time
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,15 +18,19 @@ from deeploop.config import Config
 from deeploop.data.batches import train_batch
 from deeploop.data.corpus import Corpus
 from deeploop.eval.generate import sample
-from deeploop.eval.validate import bits_per_byte, validate
+from deeploop.eval.validate import bits_per_byte, held_out_targets, validate
 from deeploop.model.looplm import LoopLM, count_parameters
+from deeploop.model.noise import sequence_keys
 from deeploop.runs import checkpoint
 from deeploop.runs.metrics_file import MetricsFile
+from deeploop.train.finite import first_nonfinite, state_is_finite, stream_is_finite
 from deeploop.train.metrics import StepMetrics, largest_rms
 from deeploop.train.optim import adamw, learning_rate
 from deeploop.train.progress import ProgressBar
-from deeploop.train.step import train_step
+from deeploop.train.step import MicroBatch, train_step
+from deeploop.train.stop import stop_signals
 from deeploop.train.throughput import Throughput
+from deeploop.utils.console import open_console
 from deeploop.utils.device import autocast, device_name, peak_memory
 from deeploop.utils.disk import write_json
 from deeploop.utils.distributed import Ranks
@@ -37,7 +38,6 @@ from deeploop.utils.errors import Diverged
 from deeploop.utils.spans import span
 
 SAMPLE_PROMPT, SAMPLE_TOKENS = 32, 200
-PATIENCE = 2.0  # seconds after a signal before a second SIGINT means it
 
 
 class Trainer:
@@ -67,6 +67,7 @@ class Trainer:
         self.micro = config.train.micro_batch or len(self.sequences)
         self.lock = contextlib.ExitStack()  # holds the lock on the run folder until fit ends
         self.done = 0
+        self.stopped: list[int] = []  # signals that ask the run to stop, received so far
         self.validated = -1, math.nan  # at which step, to how many nats per token
         self.nonfinite = torch.zeros((), dtype=torch.bool, device=self.device)
         self.speed = Throughput(config.train.batch_size * config.model.seq_len)
@@ -80,13 +81,12 @@ class Trainer:
             resume: a run's folder or a checkpoint to go on from.
 
         Raises:
-            InputError: what `deeploop train` refuses, but for a step that the machine's memory
-                cannot hold (`deeploop.analyze.plan.fits.check_memory`).
+            InputError: what `deeploop train` refuses.
         """
         from deeploop.train.setup import open_run  # which imports this module
 
-        ckpt = None if resume is None else checkpoint.find(resume)
-        return open_run(config, Console(), ckpt)
+        ckpt = None if resume is None else checkpoint.find(resume, begin=True)
+        return open_run(config, open_console(), ckpt)
 
     def restore(self, ckpt: checkpoint.Checkpoint) -> None:
         """Load weights, optimizer state and step of a checkpoint; raises InputError on a misfit."""
@@ -97,40 +97,57 @@ class Trainer:
     def fit(self) -> dict[str, Any]:
         """Train to the last step, or to the signal that stops it; returns the summary."""
         with self.lock:
-            return self.summary(self.run_steps())
+            stopped_by = self.run_steps()
+            with stop_signals("the summary", self.ranks.is_main):
+                return self.summary(stopped_by)
 
     def run_steps(self) -> int | None:
-        """Take the steps that are left; returns the signal that ended them early, or None."""
+        """Take the steps that are left, and validate the last one.
+
+        Returns:
+            The signal that ended the run before that, or None.
+        """
         t = self.config.train
         self.metrics = MetricsFile(self.folder, self.done, write=self.ranks.is_main)
-        with stop_signals() as stopped, ProgressBar(self.console, t.steps, self.done) as live:
-            self.live = live
+        with (
+            stop_signals("this step", self.ranks.is_main) as self.stopped,
+            ProgressBar(self.console, t.steps, self.done) as self.live,
+        ):
+            if self.metrics.note:
+                self.live.say(self.metrics.note)
             self.speed.start()
-            ended = self.ranks.any_rank(bool(stopped))
+            ended = self.ranks.any_rank(bool(self.stopped))
             while self.done < t.steps and not ended:
                 logging = due(self.done + 1, t.log_every, t.steps)
                 metrics = self.step(observe=logging)
-                live.step(self.done)
+                self.live.step(self.done)
                 self.speed.count()
                 if logging:
                     self.log(metrics)
-                if due(self.done, t.eval_every, t.steps):
-                    self.evaluate()
+                # Before a validation, which may take long, so that no stop loses these steps.
                 if due(self.done, t.save_every, t.steps):
                     self.save()
-                ended = self.ranks.any_rank(bool(stopped))
+                if due(self.done, t.eval_every, t.steps):
+                    self.evaluate()
+                ended = self.ranks.any_rank(bool(self.stopped))
+            if not ended and self.validated[0] != self.done:  # a finished run was resumed
+                self.evaluate()
+                ended = self.ranks.any_rank(bool(self.stopped))
             self.speed.stop()
             if ended:
                 self.save()
-        return (stopped or [signal.SIGTERM])[0] if ended else None
+        complete = self.validated[0] == t.steps  # a signal came after the last validation
+        return (self.stopped or [signal.SIGTERM])[0] if ended and not complete else None
 
     def step(self, observe: bool = False) -> StepMetrics:
         """Take the next step of the run (`deeploop.train.step`)."""
         with span("data"):
             inputs, targets = self.batch()
+            keys = sequence_keys(self.config.train.seed, self.done, self.sequences)
+            whole = (inputs, targets, *([keys] if self.config.model.start == "noise" else []))
             micro_batches = [
-                (self.send(x), self.send(y))
-                for x, y in zip(inputs.split(self.micro), targets.split(self.micro), strict=True)
+                MicroBatch(*map(self.send, tensors))
+                for tensors in zip(*(x.split(self.micro) for x in whole), strict=True)
             ]
         lr = learning_rate(self.done, self.config.train)
         metrics = train_step(
@@ -172,44 +189,80 @@ class Trainer:
         left = (t.steps - self.done) * self.speed.tokens / rate
         self.live.report(
             self.done,
-            f"loss {figures['loss']:.4f}  lr {lr:.1e}  {rate:,.0f} tokens/s  "
-            f"ETA {timedelta(seconds=round(left))}  rms {figures['residual_rms'][-1]:.2f}  "
-            f"{memory:.1f} GiB",
+            [
+                f"loss {figures['loss']:.4f}",
+                f"rms {figures['residual_rms'][-1]:.2f}",
+                f"{memory:.1f} GiB",
+                f"{rate:,.0f} tokens/s",
+                f"ETA {timedelta(seconds=round(left))}",
+                f"lr {lr:.1e}",
+            ],
         )
 
-    def evaluate(self) -> float:
-        """Validate and log the loss; returns nats per held-out token."""
+    def evaluate(self) -> None:
+        """Validate, log the loss and note it in `validated`; a signal ends this with neither.
+
+        Raises Diverged if the loss is not finite.
+        """
         self.check_finite()
         t = self.config.train
         with self.speed.paused():
             loss = validate(
-                self.model, self.corpus, self.micro, t.precision, t.eval_tokens, self.ranks
-            )
+                self.model, self.corpus, self.micro, t.precision, t.eval_tokens, self.ranks,
+                self.stop_validation,
+            )  # fmt: skip
+        if loss is None:
+            return
         bits = bits_per_byte(loss, self.corpus)
-        in_bits = "" if bits is None else f" ({bits:.3f} bits/byte)"
         self.metrics.write(step=self.done, val_loss=loss, val_bits_per_byte=bits)
+        if not math.isfinite(loss):
+            raise self.diverged("held-out loss is not finite at step")
+        in_bits = "" if bits is None else f" ({bits:.3f} bits/byte)"
         self.live.say(f"step {self.done:>6}  held-out loss {loss:.4f}{in_bits}")
         self.validated = self.done, loss
-        return loss
+
+    def stop_validation(self, done: int) -> bool:
+        """Show that `done` targets are read; returns whether a signal asks to stop."""
+        total = held_out_targets(self.corpus, self.config.train.eval_tokens)
+        self.live.validating(done, total)
+        return bool(self.stopped)
 
     def save(self) -> None:
-        """Write a checkpoint and delete old ones; raises Diverged if a loss was not finite."""
+        """Write a checkpoint and delete old ones, if all that it would hold is finite.
+
+        Raises Diverged on every rank otherwise; the checkpoints before stay.
+        """
         self.check_finite()
-        if not self.ranks.is_main:
-            return
         with self.speed.paused():
+            self.check_state()
+            if not self.ranks.is_main:
+                return
             checkpoint.save(self.folder, self.done, self.config, self.model, self.optimizer)
-            checkpoint.prune(self.folder, self.config.train.keep)
+            for sentence in checkpoint.prune(self.folder, self.config.train.keep):
+                self.live.say(sentence)
+
+    def check_state(self) -> None:
+        """Raise Diverged if a weight, a moment or the stream is not finite on any rank."""
+        tokens = self.batch()[0][: self.micro].to(self.device)
+        with autocast(self.device, self.config.train.precision):
+            finite = stream_is_finite(self.model, tokens)
+        finite &= state_is_finite(self.model, self.optimizer)
+        if self.ranks.any_rank(not finite):
+            name = first_nonfinite(self.model, self.optimizer) or "the residual stream"
+            raise self.diverged(f"{name} is not finite at step")
 
     def check_finite(self) -> None:
         """Raise Diverged once a loss or gradient was not finite, naming the worst visit."""
-        if not self.nonfinite:
-            return
+        if self.nonfinite:
+            raise self.diverged("loss or gradient is not finite by step")
+
+    def diverged(self, reason: str) -> Diverged:
+        """Return the error that ends the run: the reason, the worst visit and a remedy."""
         worst = largest_rms(self.model, self.batch()[0][: self.micro].to(self.device))
         kept = checkpoint.steps(self.folder)
         scale = "" if self.config.model.exponent is None else " or a larger model.p"
-        raise Diverged(
-            f"loss or gradient is not finite by step {self.done}, largest residual at {worst}; "
+        return Diverged(
+            f"{reason} {self.done}, largest residual at {worst}; "
             f"the last good checkpoint is {kept[-1] if kept else 'none'}; "
             f"try a lower train.lr{scale}"
         )
@@ -220,9 +273,9 @@ class Trainer:
         if stopped_by is not None:
             values["stopped_by"] = signal.Signals(stopped_by).name
         else:
-            step, loss = self.validated
-            values["val_loss"] = loss if step == self.done else self.evaluate()
-            values["val_bits_per_byte"] = bits_per_byte(values["val_loss"], self.corpus)
+            values["val_loss"] = self.validated[1]
+            values["val_bits_per_byte"] = bits_per_byte(self.validated[1], self.corpus)
+            values["val_tokens"] = held_out_targets(self.corpus, self.config.train.eval_tokens)
         if not self.ranks.is_main:
             return values
         if stopped_by is None:
@@ -259,32 +312,3 @@ class Trainer:
 def due(step: int, every: int, last: int) -> bool:
     """Return whether `step` ends a period of `every` steps; the last step always does."""
     return step == last or (every > 0 and step % every == 0)
-
-
-@contextlib.contextmanager
-def stop_signals() -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM, so that a step ends whole.
-
-    A second SIGINT interrupts at once, but not one within 2 seconds of the first:
-    torchrun sends its ranks a SIGINT, then a SIGTERM, and timeout sends both to both.
-    """
-    got: list[int] = []
-    first = 0.0
-
-    def note(number: int, frame: object) -> None:
-        nonlocal first
-        if not got:
-            first = time.monotonic()
-        elif number == signal.SIGINT and time.monotonic() - first > PATIENCE:
-            raise KeyboardInterrupt
-        got.append(number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield got
-        return
-    before = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield got
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

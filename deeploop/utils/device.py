@@ -1,7 +1,6 @@
 """Choose the device of a run, its precision, and measure the memory it took."""
 
 import contextlib
-import os
 import platform
 import resource
 import sys
@@ -11,23 +10,24 @@ import torch
 from deeploop.utils.errors import InputError
 
 
-def pick_device(name: str) -> torch.device:
+def pick_device(name: str, field: str = "train.device") -> torch.device:
     """Return the torch device of this name; `auto` is CUDA where there is one, else the CPU.
 
-    Raises InputError for a name of another form, or a device this machine does not have.
+    Raises InputError, which names `field`, for a name of another form and for a device that this
+    machine does not have.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise InputError(f"train.device={name!r}: must be auto, cpu, cuda or cuda:N") from None
+        raise InputError(f"{field}={name!r}: must be auto, cpu, cuda or cuda:N") from None
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise InputError(
-            f"train.device={name!r}: this machine has {torch.cuda.device_count()} CUDA devices"
+            f"{field}={name!r}: this machine has {torch.cuda.device_count()} CUDA devices"
         )
     if device.type not in ("cpu", "cuda"):
-        raise InputError(f"train.device={name!r}: must be auto, cpu, cuda or cuda:N")
+        raise InputError(f"{field}={name!r}: must be auto, cpu, cuda or cuda:N")
     return device
 
 
@@ -72,8 +72,3 @@ def autocast(device: torch.device, precision: str) -> contextlib.AbstractContext
     """
     enabled = precision == "bf16"
     return torch.autocast(device.type, torch.bfloat16, enabled=enabled, cache_enabled=False)
-
-
-def host_memory() -> int:
-    """Return this machine's memory in bytes."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

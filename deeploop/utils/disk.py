@@ -1,15 +1,20 @@
-"""Check paths that a user gives, lock folders, and write files completely or not at all."""
+"""Check paths that a user gives, read foreign files, lock folders, and write files atomically."""
 
 import errno
 import json
 import os
+import platform
+import shutil
+import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any
 
 from deeploop.utils.errors import InputError
+from deeploop.utils.strict_json import to_json
 
 
 def user_path(name: str, field: str) -> Path:
@@ -32,27 +37,167 @@ def user_path(name: str, field: str) -> Path:
     return path
 
 
+MAX_JSON = 2**24  # bytes of a JSON file; more than any configuration or description has
+FILE_KINDS = {
+    stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket",
+}  # fmt: skip
+
+
+def open_regular(path: Path, what: str = "") -> BufferedReader:
+    """Open a file for reading, without waiting on a named pipe or a device.
+
+    Args:
+        path: followed where it is a link.
+        what: name of the file in an error, such as "tokenizer 'x.json'"; empty: the path.
+
+    Raises:
+        InputError: the file is absent, may not be read, or is not a regular file.
+    """
+    what = what or str(path)
+    try:
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InputError(
+            f"{what}: cannot be read ({reason}); restore it or give another path"
+        ) from error
+    kind = stat.S_IFMT(os.fstat(handle).st_mode)
+    if kind != stat.S_IFREG:
+        os.close(handle)
+        raise InputError(
+            f"{what}: is {FILE_KINDS.get(kind, 'something else')}, not a regular file; give a file"
+        )
+    return os.fdopen(handle, "rb")
+
+
+def read_bytes(path: Path, what: str = "", most: int = MAX_JSON) -> bytes:
+    """Return the bytes of a regular file; raises InputError where they are more than `most`."""
+    what = what or str(path)
+    with open_regular(path, what) as file, foreign(what):
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise InputError(f"{what}: is larger than {most:,} bytes; give a smaller file")
+    return data
+
+
+def read_json(
+    path: Path, what: str = "", types: Mapping[str, Any] | None = None, most: int = MAX_JSON
+) -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    Args:
+        path: a regular file of at most `most` bytes.
+        what: name of the file in an error; empty: the path.
+        types: the type of each field that is needed, or a tuple of types. A name that ends
+            in "?" may be absent. An int passes as a float, a bool does not pass as an int.
+
+    Raises:
+        InputError: the file cannot be read, is no JSON object, or a field has another type.
+    """
+    what = what or str(path)
+    data = read_bytes(path, what, most)
+    with foreign(what):
+        values = json.loads(data)
+    if not isinstance(values, dict):
+        raise InputError(f"{what}: is not a JSON object; restore the file")
+    for name, wanted in (types or {}).items():
+        kinds = wanted if isinstance(wanted, tuple) else (wanted,)
+        kinds += (int,) if float in kinds else ()
+        field = name.removesuffix("?")
+        if field not in values:
+            if field == name:
+                raise InputError(f"{what}: has no {field!r}; restore the file")
+        elif type(values[field]) not in kinds:
+            names = " or ".join("null" if k is type(None) else k.__name__ for k in kinds)
+            raise InputError(
+                f"{what}: {field} is {brief(values[field])}, not of type {names}; restore the file"
+            )
+    return values
+
+
+@contextmanager
+def foreign(
+    what: str, remedy: str = "restore the file", failed: str = "is not readable"
+) -> Iterator[None]:
+    """Raise InputError, naming `what`, for any error of a parser on a file of unknown origin.
+
+    Parsers raise many kinds, and those in Rust a BaseException where they panic. Errors that
+    the file does not cause, such as an interrupt, pass.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except BaseException as error:
+        panic = type(error).__name__ == "PanicException"  # pyo3_runtime's, not importable
+        if not (panic or isinstance(error, Exception)):
+            raise
+        known = isinstance(error, OSError) and error.strerror
+        lines = str(known or error).strip().splitlines() or [type(error).__name__]
+        reason = "nested too deeply" if isinstance(error, RecursionError) else lines[-1]
+        raise InputError(f"{what}: {failed} ({brief(reason.strip())}); {remedy}") from error
+
+
+def brief(value: Any, most: int = 120) -> str:
+    """Return a value as one short line of text for an error; a text without its quotes."""
+    try:
+        text = str(value) if isinstance(value, str | Exception) else repr(value)
+    except RecursionError:
+        text = "deeply nested"
+    text = "".join(c if c.isprintable() else " " for c in text)
+    return text if len(text) <= most else text[:most] + "..."
+
+
 DISK_ERRORS = {
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EEXIST,
     errno.ENOTDIR, errno.EISDIR, errno.EIO,
 }  # fmt: skip
 
 
+NO_DIRECTORY_SYNC = {errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS}
+
+
 @contextmanager
-def disk_errors(what: str) -> Iterator[None]:
+def disk_errors(what: str, path: Path | None = None) -> Iterator[None]:
     """Raise InputError, naming `what`, where the disk is full, limited or read-only.
 
-    The same for a file where a folder should be, and the reverse; other errors pass.
+    The same for a file where a folder should be, and the reverse; other errors pass. With
+    `path`, the error also gives the free space of its disk.
     """
     try:
         yield
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
-        raise InputError(
-            f"{what} could not be written ({error.strerror}); "
-            "free some space, lift the limit or choose another folder"
-        ) from error
+        raise unwritable(what, error.strerror or "the write failed", path) from error
+
+
+def unwritable(what: str, reason: str, path: Path | None) -> InputError:
+    """Make the error that `what` could not be written, with the free space of path's disk."""
+    free = ""
+    if path is not None:
+        existing = next((p for p in (path, *path.parents) if p.exists()), Path())
+        free = f", {shutil.disk_usage(existing).free / 1e6:,.1f} MB free"
+    return InputError(
+        f"{what} could not be written ({reason}{free}); "
+        "free some space, lift the limit or choose another folder"
+    )
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on disk.
+
+    Nothing for a folder of a file system that cannot sync folders.
+    """
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in NO_DIRECTORY_SYNC or not path.is_dir():
+            raise
+    finally:
+        os.close(handle)
 
 
 @contextmanager
@@ -80,12 +225,32 @@ def exclusive(path: Path, wait: bool = True) -> Iterator[bool | None]:
 
 
 @contextmanager
+def exclusive_file(path: Path) -> Iterator[bool]:
+    """Create ``path``, naming this process, and delete it at the end.
+
+    A lock for file systems that have none. Yields False, and deletes nothing, where the
+    file exists: another process has it, or was killed and left it.
+    """
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    except FileExistsError:
+        yield False
+        return
+    with os.fdopen(handle, "w") as file:
+        file.write(f"process {os.getpid()} on {platform.node()}\n")
+    try:
+        yield True
+    finally:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     """Yield a binary file that takes the name ``path`` only once it is complete and on disk.
 
     An exception inside leaves ``path`` as it was.
     """
-    with disk_errors(str(path)):
+    with disk_errors(str(path), path):
         handle, temporary = tempfile.mkstemp(
             prefix=f".{path.name}.", suffix=".tmp", dir=path.parent
         )
@@ -94,11 +259,19 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-            os.chmod(temporary, 0o666 & ~_umask())  # mkstemp lets the owner alone read it
+            usual_mode(Path(temporary))
             os.replace(temporary, path)
+            sync(path.parent)
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
             raise
+
+
+def usual_mode(path: Path) -> None:
+    """Give a file the mode of a new one: some libraries let its owner alone read it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    os.chmod(path, 0o666 & ~mask)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -108,11 +281,19 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file completely, or leave it as it was."""
-    write_text(path, json.dumps(value, indent=2) + "\n")
+    """Write a JSON file completely, or leave it as it was; numbers not finite become null."""
+    write_text(path, to_json(value, indent=2) + "\n")
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def cache_folder() -> Path:
+    """Return the user's folder for what can be made again.
+
+    $XDG_CACHE_HOME/deeploop, else ~/.cache/deeploop; for a user without a home, as in many
+    containers, a folder of temporary files.
+    """
+    if folder := os.environ.get("XDG_CACHE_HOME"):
+        return Path(folder) / "deeploop"
+    try:
+        return Path.home() / ".cache" / "deeploop"
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / f"deeploop-{os.getuid()}"

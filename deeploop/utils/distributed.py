@@ -10,15 +10,17 @@ complete only when backward has reached the first loop.
 import contextlib
 import os
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from deeploop.utils.errors import InputError
+from deeploop.utils.launcher import place
 from deeploop.utils.spans import span
 
+T = TypeVar("T")
 BUCKET_BYTES = 2**26  # of one message: its tensors are copied into one buffer and back
 
 
@@ -61,9 +63,21 @@ class Ranks(NamedTuple):
         """Return True on every rank if `flag` is true on at least one; does not wait for a GPU."""
         if self.world == 1:
             return flag
-        largest = torch.tensor(int(flag))
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-        return bool(largest)
+        return self.first_rank(flag) is not None
+
+    def first_rank(self, flag: bool) -> int | None:
+        """Return the lowest rank where `flag` is true, the same on every rank; None without one."""
+        first = torch.tensor(self.rank if flag else self.world)
+        if self.world > 1:
+            dist.all_reduce(first, dist.ReduceOp.MIN)
+        return int(first) if first < self.world else None
+
+    def gather(self, value: T) -> list[T]:
+        """Return the value of every rank, in order of rank; it is pickled, and should be small."""
+        values = [value] * self.world
+        if self.world > 1:
+            dist.all_gather_object(values, value)
+        return values
 
 
 def buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
@@ -85,16 +99,32 @@ def init_distributed() -> Iterator[Ranks]:
     """Join the process group that torchrun's environment describes, and leave it at the end.
 
     Yields one rank of one where that environment is absent.
+
+    Raises:
+        InputError: the environment is incomplete or wrong, or the other ranks cannot be reached.
     """
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world == 1:
+    here = place()
+    if here.world == 1:
         yield Ranks()
         return
     cuda = torch.cuda.is_available()
     if cuda:
-        torch.cuda.set_device(local_rank())
-    # gloo beside nccl reduces tensors of the host, so that `any_rank` waits for no GPU.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+        gpus = torch.cuda.device_count()
+        if here.local_rank >= gpus:
+            raise InputError(
+                f"LOCAL_RANK={here.local_rank}: this machine has {gpus} GPUs; start at most as "
+                "many processes"
+            )
+        torch.cuda.set_device(here.local_rank)
+    try:
+        # gloo beside nccl reduces tensors of the host, so that `any_rank` waits for no GPU.
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    except dist.DistError as error:
+        address = ":".join(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
+        raise InputError(
+            f"MASTER_ADDR and MASTER_PORT, {address}: rank {here.rank} cannot join the "
+            f"{here.world} ranks there: {str(error).splitlines()[0]}"
+        ) from error
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size())
     finally:
@@ -103,4 +133,4 @@ def init_distributed() -> Iterator[Ranks]:
 
 def local_rank() -> int:
     """Return this rank's index on its machine, which is also that of its GPU."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    return place().local_rank

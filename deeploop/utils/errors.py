@@ -10,4 +10,7 @@ class InputError(ValueError):
 
 
 class Diverged(RuntimeError):
-    """Training met a loss or gradient that is not finite, and stopped before using it."""
+    """A loss, a gradient or a model's output is not finite; nothing was made of it.
+
+    The command line prints the sentence and exits with code 1.
+    """

@@ -1,12 +1,27 @@
 """Draw and save the elements that the plots of runs, profiles and diagnoses share."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, MaxNLocator
 
 from deeploop.utils.disk import atomic_file
+
+MOST_NAMES = 8  # lines that a legend names; more have a colour bar
+
+
+class Line(NamedTuple):
+    """One of a family of lines, by its number: a loop, or a step of training."""
+
+    number: int
+    x: Sequence[float]
+    y: Sequence[float]
 
 
 def save_figure(figure: Figure, path: Path) -> None:
@@ -36,11 +51,31 @@ def integer_ticks(axis: Any) -> None:
     axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
+def shaded_lines(axes: Any, lines: Sequence[Line], title: str) -> None:
+    """Draw lines in shades from the first to the last, with their names.
+
+    Args:
+        axes: the panel.
+        lines: in their order; each is named by a number.
+        title: says the kind of the numbers, such as "loop".
+    """
+    numbers = [line.number for line in lines]
+    scale = Normalize(min(numbers), max(max(numbers), min(numbers) + 1))
+    for line in lines:
+        shade = colormaps["viridis"](scale(line.number))
+        axes.plot(line.x, line.y, color=shade, label=str(line.number))
+    if len(lines) <= MOST_NAMES:
+        axes.legend(title=title, fontsize="small")
+        return
+    bar = axes.figure.colorbar(ScalarMappable(scale, "viridis"), ax=axes, label=title)
+    integer_ticks(bar.ax.yaxis)
+
+
 def loop_matrix(axes: Any, values: list[list[float]], title: str, low: float) -> None:
-    """Draw a [loops, loops] matrix as a heatmap with colours from `low` to 1."""
+    """Draw a [loops, loops] matrix as a heatmap with colours from `low` to 1; None is white."""
     count = len(values)
     edges = (0.5, count + 0.5, count + 0.5, 0.5)
-    image = axes.imshow(values, vmin=low, vmax=1, extent=edges)
+    image = axes.imshow(np.array(values, float), vmin=low, vmax=1, extent=edges)
     for axis in (axes.xaxis, axes.yaxis):
         integer_ticks(axis)
     axes.figure.colorbar(image, ax=axes)

@@ -125,11 +125,11 @@ def _means(
         for half in tl.static_range(2):
             o = (pair + half) * BLOCK + tl.arange(0, BLOCK)
             b_w_branch = load_or_one(w_branch_ptr, o, o < D)
-            b_f, b_fw, b_total = _read(f_ptr, dh_new_ptr, base, o, o < D, b_w_branch)
+            _, b_fw, b_total = _read(f_ptr, dh_new_ptr, base, o, o < D, b_w_branch)
             b_y1 = b_fw * b_r1
             if dn_ptr is not None:
                 b_w_next = load_or_one(w_next_ptr, o, o < D)
-                b_h, b_dn, b_dnw = _read_norm(
+                b_h, _, b_dnw = _read_norm(
                     h_ptr, dn_ptr, base, o, o < D, b_fw, b_r1 * scale, b_w_next
                 )
                 b_y2 = b_h * b_r2

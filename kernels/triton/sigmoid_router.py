@@ -274,7 +274,7 @@ _DLOGITS = {
     32: LaunchConfig(64, 64, 4),
     64: LaunchConfig(64, 64, 8),
     128: LaunchConfig(32, 64, 8),
-    256: LaunchConfig(1, 32, 8),
+    256: LaunchConfig(1, 16, 8),
     512: LaunchConfig(1, 16, 8),
 }
 _DX = LaunchConfig(64, 64, 4)

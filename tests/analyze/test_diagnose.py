@@ -50,7 +50,13 @@ def test_a_run_is_diagnosed_at_initialisation_and_at_each_checkpoint(trained, ca
     before = files(trained.folder)
     assert main(["diagnose", str(trained.folder), "--probes", "2"]) == 0
     said = capsys.readouterr().out
-    for word in ("full backprop", "GiB", "kappa", "diagnose.png", "1 attention"):
+    for word in (
+        "full backprop",
+        "iB (counted)",
+        "kappa of directions",
+        "diagnose.png",
+        "1 attention",
+    ):
         assert word in said
     results = json.loads((trained.folder / "diagnose.json").read_text())
     assert (results["loops"], results["sequences"], results["probes"]) == (2, 4, 2)
@@ -121,8 +127,8 @@ def test_impossible_diagnoses_are_refused(trained, config, quiet, tmp_path):
     fresh = config.replace("train", out=str(tmp_path / "new"))
     with pytest.raises(InputError, match="probes=0: must be at least 1"):
         diagnose(fresh, [], quiet, probes=0)
-    with pytest.raises(InputError, match="batch_size=-1: must be at least 0"):
-        diagnose(fresh, [], quiet, batch_size=-1)
+    with pytest.raises(InputError, match="sequences=-1: must be at least 0"):
+        diagnose(fresh, [], quiet, sequences=-1)
     with pytest.raises(InputError, match=r"held-out tokens are fewer than one sequence"):
         diagnose(fresh.replace("data", val_fraction=1e-3), [], quiet)
     with pytest.raises(InputError, match=r"model.loops=3: the checkpoint .* trained with 2"):
@@ -189,8 +195,8 @@ def test_a_batch_is_no_larger_than_the_held_out_text(config, quiet, tmp_path):
     diagnose(config, [], quiet)
     most = json.loads((tmp_path / "x" / "diagnose.json").read_text())["sequences"]
     assert 1 < most < 1000
-    with pytest.raises(InputError, match=f"batch_size={most + 1}: the held-out text has {most} "):
-        diagnose(config, [], quiet, batch_size=most + 1)
+    with pytest.raises(InputError, match=f"sequences={most + 1}: the held-out text has {most} "):
+        diagnose(config, [], quiet, sequences=most + 1)
 
 
 def test_a_narrow_terminal_cuts_no_figure(config, tmp_path):
@@ -252,7 +258,7 @@ def test_the_bounds_constants_do_not_change_with_the_loops(config, quiet, tmp_pa
 def test_a_run_of_another_corpus_or_without_its_moments_is_refused(trained, quiet):
     ckpts = checkpoints(str(trained.folder))
     (ckpts[-1].path / "optimizer.pt").unlink()
-    with pytest.raises(InputError, match=r"optimizer.pt is not readable"):
+    with pytest.raises(InputError, match=r"optimizer.pt: cannot be read"):
         diagnose(trained.config.replace("train", out=""), ckpts, quiet)
     with open(trained.config.data.path, "a") as file:
         file.write("more text\n" * 50)

@@ -1,5 +1,6 @@
 """The GPU script: its stages exist and come in order, and it ends as it says."""
 
+import json
 import os
 import re
 import shlex
@@ -21,10 +22,12 @@ SUITES = {path.stem for path in (ROOT / "bench" / "suites").glob("bench_*.py")}
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 
 
-def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(*command: str, given: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
     paths = os.pathsep.join([environment.pop("PYTHONPATH", str(ROOT)), str(ROOT)])
     environment = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": paths} | environment
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, input=given, capture_output=True, text=True
+    )
 
 
 @pytest.fixture(scope="module")
@@ -62,21 +65,33 @@ def test_checks_come_before_speed_and_every_op_and_suite_is_timed(stages):
     assert main in [f"{rows}x{d}" for _, (rows, d) in bench_kernels.ON_CUDA]
 
 
-def test_every_stage_of_tests_collects_some(stages):
-    collecting = {
-        name: [word for word in command[1:] if word not in ("-n", "12")]
+COLLECT = """
+import contextlib, io, json, sys
+import pytest
+codes = {}
+for name, options in json.load(sys.stdin).items():
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        code = pytest.main([*options, "--collect-only"])
+    codes[name] = [int(code), printed.getvalue()]
+print(json.dumps(codes))
+"""
+
+
+def test_every_stage_of_tests_collects_some_and_every_suite_has_cases(stages):
+    """Collected in one process, which imports torch once."""
+    options = {
+        name: [w for w in command[command.index("pytest") + 1 :] if w not in ("-n", "12")]
         for name, command in stages.items()
         if "pytest" in command and not name.startswith("speed")
     }
-    assert len(collecting) == 4
-    for name, options in collecting.items():
-        result = run(sys.executable, *options, "--collect-only")
-        assert result.returncode == 0, f"{name}: {result.stdout}"  # 5: none was collected
-
-
-def test_every_suite_has_cases():
-    collected = run(sys.executable, "-m", "pytest", "-q", "bench", "--collect-only").stdout
-    assert all(f"bench/suites/{suite}.py" in collected for suite in SUITES)
+    assert len(options) == 4
+    options["bench"] = ["-q", "-p", "no:cacheprovider", "bench"]
+    result = run(sys.executable, "-c", COLLECT, given=json.dumps(options))
+    assert result.returncode == 0, result.stderr
+    collected = json.loads(result.stdout)
+    for name, (code, printed) in collected.items():
+        assert code == 0, f"{name}: {printed}"  # 5: none was collected
+    assert all(f"bench/suites/{suite}.py" in collected["bench"][1] for suite in SUITES)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -1,8 +1,17 @@
+import dataclasses
+import functools
 import json
 
 import pytest
 
-from deeploop.config import Config, ModelConfig, TrainConfig
+from deeploop.config import (
+    Config,
+    DataConfig,
+    LoomConfig,
+    ModelConfig,
+    MoEConfig,
+    TrainConfig,
+)
 from deeploop.config.fields import entries
 from deeploop.config.model import MAX_EXPERTS
 from deeploop.config.presets import preset, presets
@@ -80,9 +89,9 @@ def test_an_exponent_needs_a_rule_that_has_one():
 
 def test_ff_width_is_eight_thirds_in_multiples_of_64():
     assert ModelConfig(d_model=768).ff_width == 2048
-    assert ModelConfig(d_model=1024).ff_width == 2752
-    assert ModelConfig(d_model=64).ff_width == 192
-    assert ModelConfig(d_model=64, d_ff=100).ff_width == 100
+    assert ModelConfig(d_model=1024, n_heads=4).ff_width == 2752
+    assert ModelConfig(d_model=64, n_heads=2).ff_width == 192
+    assert ModelConfig(d_model=64, n_heads=2, d_ff=100).ff_width == 100
 
 
 def test_micro_batches_default_to_the_batch():
@@ -119,6 +128,37 @@ def test_every_number_but_the_free_exponent_has_a_limit():
 def test_as_many_experts_as_the_router_takes():
     """The number stands twice, for the configuration must not import torch."""
     assert sigmoid_router_limit == MAX_EXPERTS
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "sentence"),
+    [
+        (ModelConfig, {"residual": "Deeploop"}, "model.residual='Deeploop': must be one of pre_n"),
+        (ModelConfig, {"d_model": 65, "n_heads": 2}, "model.n_heads=2: must divide model.d_model"),
+        (ModelConfig, {"d_model": 64.5}, "model.d_model=64.5: must be an integer"),
+        (ModelConfig, {"loops": "4"}, "model.loops='4': must be an integer"),
+        (ModelConfig, {"loops": True}, "model.loops=True: must be an integer"),
+        (ModelConfig, {"loops": 0}, "model.loops=0: must be greater than 0"),
+        (ModelConfig, {"moe": {"experts": 4}}, "model.moe={'experts': 4}: must be a group of"),
+        (ModelConfig, {"residual": "pre_norm", "p": 0.4}, "model.p=0.4: an exponent from 0 to 2"),
+        (MoEConfig, {"experts": 4}, "model.moe.top_k=6: must not exceed model.moe.experts=4"),
+        (MoEConfig, {"experts": 513}, "model.moe.experts=513: must not exceed 512"),
+        (MoEConfig, {"backend": "zzz"}, "model.moe.backend='zzz': must be one of grouped_mm"),
+        (LoomConfig, {"decay": 1.0}, "model.loom.decay=1.0: must be at least 0 and less than 1"),
+        (TrainConfig, {"lr": -1.0}, "train.lr=-1.0: must be greater than 0"),
+        (TrainConfig, {"seed": 2**63}, "train.seed=9223372036854775808: must be an integer up to"),
+        (TrainConfig, {"micro_batch": 17}, "train.micro_batch=17: must not exceed train.batch_siz"),
+        (TrainConfig, {"warmup": 0.95}, "train.warmup=0.95 and train.decay=0.1: must not add up"),
+        (DataConfig, {"path": 5}, "data.path=5: must be str"),
+        (Config, {"model": None}, "model=None: must be a group of fields, ModelConfig"),
+        (Config, {"preset": 1}, "preset=1: must be str"),
+    ],
+)  # fmt: skip
+def test_a_section_made_alone_refuses_as_the_command_line_does(section, values, sentence):
+    for make in (section, functools.partial(dataclasses.replace, section())):
+        with pytest.raises(InputError) as refused:
+            make(**values)
+        assert str(refused.value).startswith(sentence) and "\n" not in str(refused.value)
 
 
 def test_what_fields_allow_together():

@@ -1,6 +1,7 @@
 """`deeploop data` writes shards of the same corpus, and a killed run can be completed."""
 
 import errno
+import json
 import multiprocessing
 import os
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 
 from deeploop.data.corpus import load_corpus
 from deeploop.data.prepare import prepare
+from deeploop.data.shards import write_shard
+from deeploop.data.tokenizer import load_tokenizer
 from tests.helpers.data import read_all, refused, write_jsonl
 
 FORK = multiprocessing.get_context("fork")
@@ -54,6 +57,52 @@ def test_shards_keep_working_without_their_tokenizer(tmp_path, bpe_dir):
     refused(lambda: load_corpus(str(out), str(other)), "1 ids", "written with")
 
 
+def test_a_flipped_bit_in_a_shard_is_noticed(tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    meta = prepare("", str(out), "byte")
+    shard = out / meta["shards"][1]
+    data = bytearray(shard.read_bytes())
+    data[5000] ^= 1
+    shard.write_bytes(data)
+    refused(lambda: load_corpus(str(out)), shard, "checksum")
+    monkeypatch.setattr("deeploop.data.checksums.SMALL", 100)  # of larger ones on request alone
+    load_corpus(str(out))
+    refused(lambda: load_corpus(str(out), verify=True), shard, "checksum")
+    data[5000] ^= 1
+    shard.write_bytes(data)
+    assert "checksums of 2 of 2 shards match" in load_corpus(str(out), verify=True).describe()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("shards", "x"), ("shards", [1]), ("shards", []), ("vocab_size", 1e9), ("vocab_size", True),
+        ("vocab_size", 1 << 40), ("tokenizer", 3), ("tokens", []), ("bytes", [1]), ("sha256", 1),
+        ("bytes", {"val": -1}), ("bytes", {"val": "x"}), ("dropped_bytes", []),
+    ],
+)  # fmt: skip
+def test_a_description_with_a_wrong_type_is_refused(tmp_path, field, value):
+    write_shard(tmp_path / "a.bin", [np.arange(9)], "<u2")
+    meta = {"shards": ["a.bin"], "vocab_size": 9, field: value}
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    refused(lambda: load_corpus(str(tmp_path)), "meta.json")
+
+
+def test_shards_refuse_another_tokenizer_of_the_same_size(tmp_path, bpe_dir):
+    out = tmp_path / "out"
+    prepare("", str(out), f"gpt2:{bpe_dir}")
+    other = load_tokenizer(f"gpt2:{bpe_dir}").save(tmp_path)
+    text = (
+        (tmp_path / other)
+        .read_text()
+        .replace('"add_prefix_space": false', '"add_prefix_space": true')
+    )
+    (tmp_path / other).write_text(text)
+    assert "true" in text
+    refused(lambda: load_corpus(str(out), str(tmp_path / other)), "written with", "auto")
+    refused(lambda: load_corpus(str(out), "byte"), "'byte' has 256", "auto")
+
+
 def test_a_big_vocabulary_takes_32_bits(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     words = {f"w{i}": i for i in range(70_000)}
@@ -92,11 +141,10 @@ def test_a_killed_preparation_is_taken_up(tmp_path):
 
 def test_a_full_disk_is_a_sentence_and_can_be_taken_up(tmp_path, monkeypatch):
     path, out = str(write_jsonl(tmp_path / "a.jsonl", ["some text " * 50] * 50)), tmp_path / "out"
-    real, calls = os.fsync, []
+    real = os.fsync
 
     def full(handle):
-        calls.append(handle)
-        if len(calls) == 4:  # after the staged tokens, val and one of train
+        if "a_train_000002" in os.readlink(f"/proc/self/fd/{handle}"):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(handle)
 

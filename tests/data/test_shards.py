@@ -30,7 +30,7 @@ def test_nanogpt_files_are_read_without_a_header(tmp_path):
 def test_what_is_written_has_the_public_layout(tmp_path, dtype):
     blocks = [np.arange(4), np.arange(0), np.arange(9)]
     path = tmp_path / "x.bin"
-    assert write_shard(path, blocks, dtype) == 13
+    assert write_shard(path, blocks, dtype)[0] == 13
     magic, version, _ = V1 if dtype == "<u2" else V7
     expected = write_raw_shard(tmp_path / "y.bin", np.concatenate(blocks), magic, version, dtype)
     assert path.read_bytes() == expected.read_bytes()
@@ -89,7 +89,7 @@ def test_a_lone_shard_is_left_to_be_split_and_a_lone_val_refused(tmp_path):
     path = write_raw_shard(tmp_path / "x.bin", range(3))
     assert open_shards(tmp_path).val == open_shards(path).val == []
     path.rename(tmp_path / "x_val.bin")
-    refused(lambda: open_shards(tmp_path), "no training shard", "x_val.bin")
+    refused(lambda: open_shards(tmp_path), "no training file", "x_val.bin")
 
 
 def test_a_missing_shard_and_a_bad_description_are_refused(tmp_path):

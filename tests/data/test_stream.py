@@ -82,7 +82,34 @@ def test_a_shard_that_changes_under_a_run_is_a_sentence(tmp_path):
     assert shard.read(50, 10).tolist() == list(range(50, 60))
     refused(lambda: shard.read(50, 20), shard.label, "ends at token 60")
     os.unlink(shard.label)
-    refused(lambda: shard.read(0, 1), shard.label, "no longer be read")
+    refused(lambda: shard.read(0, 1), shard.label, "cannot be read")
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_tokens_swapped_under_a_run_are_noticed(tmp_path, whole):
+    path = write_raw_shard(tmp_path / "x.bin", range(100))
+    shard = open_shard(path)
+    shard.remember(whole)
+    os.utime(path, ns=(1, 1))
+    assert shard.read(0, 3).tolist() == [0, 1, 2]  # touched, with the same tokens
+    stat = path.stat()
+    write_raw_shard(tmp_path / "y.bin", range(100, 200)).rename(path)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    refused(lambda: shard.read(0, 3), path, "other content", "checkpoint")
+    write_raw_shard(path, range(100))
+    assert shard.read(50, 1).tolist() == [50]
+    path.unlink()
+    os.mkfifo(path)
+    refused(lambda: shard.read(0, 3), path, "named pipe")
+
+
+def test_the_hash_of_a_stream_sees_every_token():
+    tokens = np.arange(3000) % 256
+    whole = TokenStream([ArraySegment("a", tokens.astype(np.uint8))], 256)
+    halves = [ArraySegment("b", half) for half in np.split(tokens.astype(np.uint16), 2)]
+    assert whole.content() == TokenStream(halves, 256).content()
+    tokens[1234] ^= 1
+    assert whole.content() != TokenStream([ArraySegment("c", tokens.astype("<u2"))], 256).content()
 
 
 def test_a_corpus_larger_than_memory(tmp_path):

@@ -6,7 +6,6 @@ import os
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from deeploop.data.corpus import load_corpus
@@ -38,6 +37,90 @@ def test_other_text_is_tokenised_once(tmp_path, cache, bpe_dir, monkeypatch):
     assert len(load().train) < len(corpus.train) and calls
 
 
+def write_like(path, content: bytes) -> None:
+    """Write a file of the same size, and give it the time it had."""
+    stat = path.stat()
+    assert len(content) == stat.st_size
+    path.write_bytes(content)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def test_a_file_overwritten_with_equal_size_and_time_is_another_text(tmp_path, cache):
+    path = write_jsonl(tmp_path / "a.jsonl", ["some text"] * 9)
+    before = load_corpus(str(path), cache_dir=cache)
+    write_like(path, path.read_bytes().replace(b"some", b"SOME"))
+    after = load_corpus(str(path), cache_dir=cache)
+    assert bytes(read_all(before.train))[:9] == b"some text"
+    assert bytes(read_all(after.train))[:9] == b"SOME text"
+
+
+def test_a_moved_file_is_not_tokenised_again(tmp_path, cache):
+    path = write_jsonl(tmp_path / "a.jsonl", ["some text"] * 9)
+    load_corpus(str(path), cache_dir=cache)
+    built = []
+    moved = path.rename(tmp_path / "b.jsonl")
+    load_corpus(str(moved), cache_dir=cache, progress=lambda *now: built.append(now))
+    assert not built
+
+
+@pytest.mark.parametrize("name", ["tokens", "cache.json"])
+def test_a_flipped_bit_in_the_cache_is_noticed(tmp_path, cache, name):
+    path = str(write_jsonl(tmp_path / "a.jsonl", ["some text"] * 9))
+    before = load_corpus(path, cache_dir=cache)
+    want = read_all(before.train), before.train_bytes
+    [folder] = [entry for entry in Path(cache).iterdir() if entry.is_dir()]
+    data = (folder / name).read_bytes()
+    digit = data.rindex(b"9") if name == "cache.json" else 20
+    write_like(folder / name, data[:digit] + bytes([data[digit] ^ 1]) + data[digit + 1 :])
+    again = load_corpus(path, cache_dir=cache)
+    assert (read_all(again.train), again.train_bytes) == want
+
+
+def test_large_text_is_sampled_and_compared_completely_on_request(tmp_path, cache, monkeypatch):
+    monkeypatch.setattr("deeploop.data.checksums.SMALL", 100)
+    monkeypatch.setattr("deeploop.data.checksums.SAMPLE", 4)
+    path = write_jsonl(tmp_path / "a.jsonl", ["some text"] * 99)
+    built = []
+
+    def load(**options):
+        built.clear()
+        progress = lambda *now: built.append(now)  # noqa: E731
+        return load_corpus(str(path), cache_dir=cache, progress=progress, **options)
+
+    load()
+    [tokens] = Path(cache).glob("*/tokens")
+    good = tokens.read_bytes()
+    write_like(tokens, good[:18] + b"X" + good[19:])
+    assert read_all(load().train)[9] == ord("X") and not built
+    assert read_all(load(verify=True).train)[9] != ord("X")
+    content = path.read_bytes()
+    write_like(path, content[:12] + b"X" + content[13:])
+    load()
+    assert not built  # between two samples
+    load(verify=True)
+    assert tokens.read_bytes() != good
+    os.utime(path, ns=(1, 1))
+    load()  # the time is in the key of large text
+    assert len(list(Path(cache).glob("*/tokens"))) == 2
+
+
+def test_text_that_changes_while_it_is_tokenised_is_refused(tmp_path, cache):
+    path = write_jsonl(tmp_path / "a.jsonl", ["some text" * 99] * 99)
+    change = lambda *_: write_like(path, path.read_bytes().replace(b"some", b"SOME"))  # noqa: E731
+    refused(lambda: load_corpus(str(path), cache_dir=cache, progress=change), path, "changed while")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"[]", b"[" * 99999, b'{"facts": 1, "sha256": "x"}', b'{"facts": {}, "sha256": "x"}'],
+)
+def test_a_malformed_description_is_a_damaged_cache(tmp_path, cache, content):
+    path = str(write_jsonl(tmp_path / "a.jsonl", ["some text"] * 9))
+    before = load_corpus(path, cache_dir=cache)
+    next(Path(cache).glob("*/cache.json")).write_bytes(content)
+    assert read_all(load_corpus(path, cache_dir=cache).train) == read_all(before.train)
+
+
 def test_each_tokenizer_and_field_has_its_own_cache(tmp_path, cache, bpe_dir):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "the block runs", "note": "again and again"}\n' * 9)
@@ -51,14 +134,14 @@ def test_each_tokenizer_and_field_has_its_own_cache(tmp_path, cache, bpe_dir):
     assert got[3:] == ["<|endoftext|>the", "<|endoftext|>again", "<|endoftext|>the"]
 
 
-@pytest.mark.parametrize("part", ["tokens", "marks.npy", "both", "half the tokens"])
+@pytest.mark.parametrize("part", ["tokens", "cache.json", "both", "half the tokens"])
 def test_a_cache_that_lost_a_part_is_built_again(tmp_path, cache, part):
     path = str(write_jsonl(tmp_path / "a.jsonl", ["some text " * 50] * 50))
     before = load_corpus(path, cache_dir=cache)
     [folder] = [entry for entry in Path(cache).iterdir() if entry.is_dir()]
     if part == "half the tokens":
         os.truncate(folder / "tokens", (folder / "tokens").stat().st_size // 2)
-    for name in ("tokens", "marks.npy"):
+    for name in ("tokens", "cache.json"):
         if part in (name, "both"):
             (folder / name).unlink()
     built = []
@@ -72,10 +155,14 @@ def test_a_cache_that_may_not_be_read_is_refused(tmp_path, cache, monkeypatch):
     path = str(write_jsonl(tmp_path / "a.jsonl", ["some text " * 50] * 50))
     load_corpus(path, cache_dir=cache)
 
-    def denied(*_):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    real = os.open
 
-    monkeypatch.setattr(np, "load", denied)
+    def denied(name, *rest):
+        if str(name).endswith("cache.json"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return real(name, *rest)
+
+    monkeypatch.setattr(os, "open", denied)
     refused(lambda: load_corpus(path, cache_dir=cache), cache, "Permission denied")
 
 

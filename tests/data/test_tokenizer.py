@@ -50,7 +50,7 @@ def test_odd_text_survives(bpe, text):
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text
         assert all(0 <= i < tokenizer.vocab_size for i in ids)
-        assert [row.tolist() for row in tokenizer.encode_batch([text, text])] == [ids, ids]
+        assert [row.ids.tolist() for row in tokenizer.encode_batch([text, text])] == [ids, ids]
 
 
 @given(st.text())
@@ -135,6 +135,36 @@ def test_what_cannot_be_loaded_is_refused_in_a_sentence(tmp_path):
     inner = tokenizers.Tokenizer(tokenizers.models.BPE())
     inner.save(str(tmp_path / "empty.json"))
     refused_spec(str(tmp_path / "empty.json"), "empty vocabulary")
+
+
+def test_words_without_an_unknown_token_are_a_sentence(tmp_path):
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    inner.save(str(tmp_path / "words.json"))
+    words = load_tokenizer(str(tmp_path / "words.json"))
+    for encode in (words.encode, lambda text: words.encode_batch([text])):
+        refused(lambda encode=encode: encode("a b"), "words.json", "cannot encode", "unknown token")
+
+
+BPE = {"type": "BPE", "vocab": {"a": 0}, "merges": []}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"\xff", b"[]", b"{}", b"[" * 99999, b'{"model": 1}',
+        json.dumps({"model": {**BPE, "vocab": {"a": 1 << 31}}}).encode(),
+        json.dumps({"model": {**BPE, "merges": ["a b"]}}).encode(),
+        json.dumps({"model": {"type": "Unigram", "unk_id": 9, "vocab": [["a", 0.0]]}}).encode(),
+        json.dumps({"model": BPE, "pre_tokenizer": {"type": "Sequence"}}).encode(),
+    ],
+)  # fmt: skip
+def test_malformed_files_are_a_sentence(tmp_path, content):
+    (tmp_path / "x.json").write_bytes(content)
+    refused_spec(str(tmp_path / "x.json"), "x.json")
+    (tmp_path / "vocab.json").write_bytes(content)
+    (tmp_path / "merges.txt").write_bytes(b"a\n")
+    refused_spec(f"gpt2:{tmp_path}", str(tmp_path))
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):

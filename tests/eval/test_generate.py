@@ -1,3 +1,6 @@
+import copy
+import os
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
@@ -6,7 +9,8 @@ from deeploop.config import ModelConfig
 from deeploop.eval.generate import cut_after_stop, generate, sample
 from deeploop.model.looplm import LoopLM
 from deeploop.train.setup import open_run
-from deeploop.utils.errors import InputError
+from deeploop.utils.errors import Diverged, InputError
+from tests.helpers.data import refused
 
 
 @pytest.fixture(scope="module")
@@ -133,3 +137,20 @@ def test_compiled_branches_are_not_compiled_again_for_every_slot_and_length():
     assert counter.frame_count == 0
     model(prompts())
     assert counter.frame_count > 0
+
+
+def test_a_prompt_comes_from_a_regular_file_of_text(tmp_path):
+    pipe, latin = tmp_path / "pipe", tmp_path / "latin.txt"
+    os.mkfifo(pipe)
+    latin.write_bytes(b"\xe9t\xe9")
+    refused(lambda: generate(str(tmp_path), f"FILE:{pipe}"), pipe, "a named pipe")
+    refused(lambda: generate(str(tmp_path), f"FILE:{latin}"), latin, "UTF-8")
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_nothing_is_drawn_from_logits_that_are_not_finite(model, temperature, value):
+    bad = copy.deepcopy(model)
+    bad.logits = lambda n: torch.full((len(n), 23), value)
+    with pytest.raises(Diverged, match="not finite"):
+        sample(bad, prompts(), 3, temperature=temperature)

@@ -10,6 +10,7 @@ from deeploop.eval.validate import bits_per_byte, validate
 from deeploop.model.looplm import LoopLM
 from deeploop.model.loss import linear_cross_entropy
 from deeploop.utils.device import autocast
+from deeploop.utils.distributed import Ranks
 
 
 @pytest.fixture
@@ -40,11 +41,52 @@ def test_validation_keeps_no_graph(model, corpus_file):
     assert graphs == [False]
 
 
-def test_a_token_limit_shortens_validation(model, corpus_file):
+@pytest.mark.parametrize("tokens", [1, 16, 300, 1001])
+def test_the_first_targets_are_predicted_whatever_the_batch_and_the_ranks(
+    model, corpus_file, tokens
+):
     corpus = load_corpus(str(corpus_file))
-    short = validate(model, corpus, 1, "fp32", tokens=32)
-    assert validate(model, corpus, 2, "fp32", tokens=32) == pytest.approx(short, rel=1e-5)
-    assert validate(model, corpus, 2, "fp32") != pytest.approx(short, rel=1e-5)
+    text = torch.from_numpy(corpus.val.read(0, tokens + 1))
+    total = 0.0
+    with torch.no_grad():
+        for start in range(0, tokens, 16):
+            x, y = text[start : start + 16], text[start + 1 : start + 17]
+            logits = model.logits(model(x[None, : len(y)]))[0]
+            total += torch.nn.functional.cross_entropy(logits, y, reduction="sum").item()
+    for batch, world in ((1, 1), (3, 1), (16, 1), (4, 2), (3, 5)):
+        shares = [
+            validate(model, corpus, batch, "fp32", tokens, Share(rank, world))
+            for rank in range(world)
+        ]
+        assert sum(shares) == pytest.approx(total / tokens, rel=1e-6)
+
+
+class Share(Ranks):
+    """A rank that adds up nothing: what it returns is its share of the mean."""
+
+    def all_reduce_(self, tensors):
+        pass
+
+    def any_rank(self, flag):
+        return flag
+
+
+def test_a_limit_beyond_the_text_is_the_whole_text(model, corpus_file):
+    corpus = load_corpus(str(corpus_file))
+    whole = validate(model, corpus, 64, "fp32")
+    assert validate(model, corpus, 64, "fp32", tokens=10**6) == whole
+    assert validate(model, corpus, 64, "fp32", tokens=32) != pytest.approx(whole, rel=1e-5)
+
+
+def test_a_validation_that_is_stopped_has_no_figure(model, corpus_file):
+    corpus, done = load_corpus(str(corpus_file)), []
+
+    def stop(targets):
+        done.append(targets)
+        return targets >= 96
+
+    assert validate(model, corpus, 2, "fp32", tokens=300, stop=stop) is None
+    assert done == [32, 64, 96] and model.training
 
 
 def test_bits_per_byte_of_bytes_are_bits_per_token(corpus_file):

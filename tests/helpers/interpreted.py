@@ -27,21 +27,18 @@ _ENVIRONMENT = {
 }
 
 
-def run_interpreted(
-    tests: Sequence[str], folder: Path, first_on_path: Path | None = None
-) -> tuple[int, str]:
+def run_interpreted(tests: Sequence[str], folder: Path) -> tuple[int, str]:
     """Run kernel tests under Triton's interpreter, in a process of its own.
 
     Args:
-        tests: Files or node ids under tests/kernels/.
+        tests: Files or node ids under tests/kernels/, or absolute paths.
         folder: Empty folder for the log.
-        first_on_path: Folder whose packages are imported rather than the installed ones.
 
     Returns:
         The exit code (pytest's, or minus the signal that ended the process) and the output.
     """
     log = folder / "pytest.log"
-    process = _server.Process(target=_pytest, args=(list(tests), log, first_on_path))
+    process = _server.Process(target=_pytest, args=(list(tests), log))
     # The server takes over the environment of the first start.
     with mock.patch.dict(os.environ, _ENVIRONMENT):
         process.start()
@@ -53,12 +50,10 @@ def run_interpreted(
     return process.exitcode, log.read_text() if log.exists() else "nothing was printed"
 
 
-def _pytest(tests: list[str], log: Path, first_on_path: Path | None) -> None:
+def _pytest(tests: list[str], log: Path) -> None:
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    if first_on_path is not None:
-        sys.path.insert(0, str(first_on_path))
     import pytest
 
     # sys.path is the caller's already, and the caller's options (as -n) must not apply here.

@@ -249,7 +249,9 @@ def compare_overflow(case: Case, n_rows: int, d: int, size: float) -> None:
     for name, a, e in zip(names, (*actual[0], *actual[1]), (*eager[0], *eager[1]), strict=True):
         finite = e.isfinite()
         assert finite.all() or size > 1e20, f"{name}: the test compares nothing"
-        _close(f"{case} {name} at {size}", a[finite], e[finite].double(), {"rtol": 1e-5, "atol": 1e-5})
+        _close(
+            f"{case} {name} at {size}", a[finite], e[finite].double(), {"rtol": 1e-5, "atol": 1e-5}
+        )
 
 
 def _close(name: str, actual: Tensor, expected: Tensor, tolerance: dict[str, float]) -> None:

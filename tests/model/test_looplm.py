@@ -197,6 +197,11 @@ def test_a_sequence_longer_than_the_tables_is_refused():
         model(tokens(length=17))
 
 
+def test_a_model_without_a_vocabulary_is_refused():
+    with pytest.raises(InputError, match=r"model\.vocab_size=0: "):
+        LoopLM(small(vocab_size=0))
+
+
 @pytest.mark.parametrize("residual", RESIDUALS)
 def test_no_token_sees_its_future(residual):
     model, x = build(small(residual=residual)), tokens()

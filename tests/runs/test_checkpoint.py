@@ -1,19 +1,25 @@
 """Checkpoints restore a run exactly, and damaged or foreign ones are refused in a sentence."""
 
+import errno
+import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
+import zipfile
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from deeploop.config import ModelConfig, TrainConfig
 from deeploop.model.looplm import LoopLM
 from deeploop.runs import checkpoint
 from deeploop.train.optim import adamw
 from deeploop.utils.errors import InputError
-from tests.helpers.checkpoints import trained_once
+from tests.helpers.checkpoints import sign, trained_once
+from tests.helpers.data import refused
 
 
 def test_round_trip(tmp_path):
@@ -43,7 +49,7 @@ def test_the_newest_by_number_wins_and_litter_is_ignored(tmp_path):
     config, model, optimizer = trained_once()
     for step in (5, 999_999, 1_000_000):
         checkpoint.save(tmp_path, step, config, model, optimizer)
-    (tmp_path / "checkpoints" / ".step_2000000.123").mkdir()
+    (tmp_path / "checkpoints" / ".step_2000000.tmp").mkdir()
     assert checkpoint.find(str(tmp_path)).step == 1_000_000
     checkpoint.prune(tmp_path, 1)
     assert [p.name for p in checkpoint.steps(tmp_path)] == ["step_1000000"]
@@ -65,14 +71,30 @@ def test_no_checkpoint_there(tmp_path, path):
         checkpoint.find(str(tmp_path / path))
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"step": 1}', '{"step": 1, "config": {"x": 1}}'])
+STATE = '{"step": 1, "config": %s, "sha256": %s}'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"step": 1}',
+        '{"step": 1, "config": {"x": 1}}',
+        STATE % ("{}", "{}"),
+        STATE % ('{"model": 1, "data": 2, "train": 3}', "{}"),
+        STATE
+        % ('{"model": {"d_model": ' + "[" * 900 + "]" * 900 + '}, "data": {}, "train": {}}', "{}"),
+        STATE % ("{}", '{"../../x": 1}'),
+        STATE.replace("1", "[" * 10**5) % ("{}", "{}"),
+    ],
+)
 def test_a_torn_state_is_refused(tmp_path, text):
     config, model, optimizer = trained_once()
     path = checkpoint.save(tmp_path, 1, config, model, optimizer)
     (path / "state.json").write_text(text)
-    with pytest.raises(InputError) as refused:
-        checkpoint.find(str(tmp_path))
-    assert "\n" not in str(refused.value)
+    refused(lambda: checkpoint.find(str(tmp_path)), path, "state.json")
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt"])
@@ -110,31 +132,35 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_one_sentence(tmp_path):
     """A limit on file size stands in for the disk: writes fail half-way, as there."""
     config, model, optimizer = trained_once()
     checkpoint.save(tmp_path, 1, config, model, optimizer)
-    script = textwrap.dedent(f"""
+    script = textwrap.dedent("""
         import resource, signal, sys
         from pathlib import Path
         from deeploop.runs import checkpoint
         from deeploop.utils.errors import InputError
         from tests.helpers.checkpoints import trained_once
-        saved = trained_once()
+        run, saved = Path(sys.argv[1]), trained_once()
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
-        try:
-            checkpoint.save(Path({str(tmp_path)!r}), 2, *saved)
-        except InputError as error:
-            print(error)
+        for limit in (1000, 12_000, 30_000):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+            try:
+                checkpoint.save(run, 2, *saved)
+            except InputError as error:
+                print(error, [p.name for p in (run / "checkpoints").iterdir()])
     """)
-    for limit in (1000, 12_000, 30_000):
-        done = subprocess.run(
-            [sys.executable, "-c", script, str(limit)],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert done.stdout.count("\n") == 1 and "step_000002" in done.stdout, (limit, done.stderr)
-        assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_000001"]
-        assert checkpoint.find(str(tmp_path)).step == 1
+    done = subprocess.run(
+        [sys.executable, "-c", script, tmp_path],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3, done.stderr
+    for line in lines:
+        assert "step_000002: " in line and "MB free" in line and "limit on file sizes" in line
+        assert "os error" not in line and "enforce" not in line
+        assert line.endswith("['step_000001']")
+    assert checkpoint.find(str(tmp_path)).step == 1
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt"])
@@ -162,3 +188,236 @@ def test_what_a_killed_save_left_is_cleared_away(tmp_path):
     (tmp_path / "checkpoints" / ".step_000002.99").mkdir()
     checkpoint.prune(tmp_path, 2)
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_000001"]
+
+
+def test_a_killed_save_does_not_hinder_the_next_one(tmp_path):
+    """Of any process: in a container the next one has the same id."""
+    for left in (".step_000001.tmp", f".step_000001.{os.getpid()}"):
+        (tmp_path / "checkpoints" / left / "sub").mkdir(parents=True)
+    checkpoint.save(tmp_path, 1, *trained_once())
+    checkpoint.prune(tmp_path, 1)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_000001"]
+
+
+def test_every_changed_digit_of_a_state_is_noticed(tmp_path):
+    path = checkpoint.save(tmp_path, 1, *trained_once()) / "state.json"
+    text = path.read_text()
+    digits = [i for i, c in enumerate(text) if c.isdigit()]
+    assert len(digits) > 100
+    for i in digits:
+        path.write_text(text[:i] + str((int(text[i]) + 1) % 10) + text[i + 1 :])
+        with pytest.raises(InputError, match=r"state\.json"):
+            checkpoint.find(str(tmp_path))
+    path.write_text(text)
+    assert checkpoint.find(str(tmp_path)).step == 1
+
+
+def test_the_folders_name_and_the_step_must_agree(tmp_path):
+    path = checkpoint.save(tmp_path, 1, *trained_once())
+    path.rename(path.with_name("step_000002"))
+    refused(lambda: checkpoint.find(str(tmp_path)), "step_000002", "says step 1")
+    copy = tmp_path / "best"  # a name without a number is free
+    (path.with_name("step_000002")).rename(copy)
+    found = checkpoint.find(str(copy))
+    assert found.step == 1 and found.run is None
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+@pytest.mark.parametrize("name", ["state.json", "model.safetensors", "optimizer.pt", "corpus.json"])
+def test_only_regular_files_are_opened(tmp_path, name, kind):
+    config, model, optimizer = trained_once()
+    (tmp_path / "corpus.json").write_text('{"tokenizer": "byte"}')
+    file = checkpoint.save(tmp_path, 1, config, model, optimizer) / name
+    file.unlink()
+    if kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "device":
+        file.symlink_to("/dev/zero")
+    else:
+        file.mkdir()
+
+    def load():
+        ckpt = checkpoint.find(str(tmp_path))
+        checkpoint.load_weights(ckpt, model)
+        checkpoint.load_optimizer(ckpt, optimizer)
+
+    refused(load, name, "not a regular file")
+
+
+def hostile(change):
+    """A change of a saved optimizer state, under the name of its function."""
+    HOSTILE[change.__name__] = change
+    return change
+
+
+HOSTILE = {}
+
+
+@hostile
+def no_state(saved):
+    del saved["state"]
+
+
+@hostile
+def a_list(saved):
+    saved["state"] = [1, 2]
+
+
+@hostile
+def unknown_parameter(saved):
+    saved["state"][99] = saved["state"][0]
+
+
+@hostile
+def named_parameter(saved):
+    saved["state"]["weight"] = saved["state"].pop(0)
+
+
+@hostile
+def other_groups(saved):
+    saved["param_groups"] = saved["param_groups"][:1]
+
+
+@hostile
+def other_order(saved):
+    saved["param_groups"][0]["params"].reverse()
+
+
+@hostile
+def rate_of_text(saved):
+    saved["param_groups"][0]["lr"] = "x"
+
+
+@hostile
+def rate_of_nan(saved):
+    saved["param_groups"][0]["lr"] = float("nan")
+
+
+@hostile
+def missing_moment(saved):
+    del saved["state"][0]["exp_avg"]
+
+
+@hostile
+def moment_of_text(saved):
+    saved["state"][0]["exp_avg"] = "x"
+
+
+@hostile
+def short_moment(saved):
+    saved["state"][0]["exp_avg_sq"] = torch.zeros(1)
+
+
+@hostile
+def moment_of_terabytes(saved):
+    saved["state"][0]["exp_avg"] = torch.zeros(1).expand(2**20, 2**20)
+
+
+@hostile
+def moment_of_integers(saved):
+    saved["state"][0]["exp_avg"] = saved["state"][0]["exp_avg"].long()
+
+
+@hostile
+def sparse_moment(saved):
+    saved["state"][0]["exp_avg"] = saved["state"][0]["exp_avg"].to_sparse()
+
+
+@hostile
+def steps_of_nan(saved):
+    saved["state"][0]["step"] = torch.tensor(float("nan"))
+
+
+@hostile
+def several_step_counts(saved):
+    saved["state"][0]["step"] = torch.zeros(3)
+
+
+@pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_optimizer_state_is_one_sentence(tmp_path, change):
+    config, model, optimizer = trained_once()
+    path = checkpoint.save(tmp_path, 1, config, model, optimizer)
+    saved = torch.load(path / "optimizer.pt")
+    change(saved)
+    torch.save(saved, path / "optimizer.pt")
+    sign(path)
+    before = [v.clone() for s in optimizer.state.values() for v in s.values()]
+    ckpt = checkpoint.find(str(tmp_path))
+    refused(lambda: checkpoint.load_optimizer(ckpt, optimizer), path, "optimizer.pt")
+    after = [v for s in optimizer.state.values() for v in s.values()]
+    assert all(map(torch.equal, before, after))
+
+
+def test_an_archive_that_unpacks_to_more_than_it_has_is_not_unpacked(tmp_path):
+    config, model, optimizer = trained_once()
+    path = checkpoint.save(tmp_path, 1, config, model, optimizer)
+    with zipfile.ZipFile(path / "optimizer.pt", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("optimizer/data.pkl", bytes(10**7))
+    sign(path)
+    ckpt = checkpoint.find(str(tmp_path))
+    refused(lambda: checkpoint.load_optimizer(ckpt, optimizer), "unpacks to more bytes")
+
+
+@pytest.mark.parametrize("change", ["dtype", "name", "missing"])
+def test_weights_of_other_names_and_dtypes_are_refused(tmp_path, change):
+    config, model, optimizer = trained_once()
+    path = checkpoint.save(tmp_path, 1, config, model, optimizer)
+    weights = load_file(path / "model.safetensors")
+    name = next(iter(weights))
+    value = weights.pop(name)
+    if change != "missing":
+        weights[name if change == "dtype" else "x" * 999] = value.half()
+    save_file(weights, path / "model.safetensors")
+    sign(path)
+    ckpt = checkpoint.find(str(tmp_path))
+    refused(lambda: checkpoint.load_weights(ckpt, model), "model.safetensors does not fit")
+
+
+def test_a_checkpoint_that_cannot_be_deleted_is_a_warning(tmp_path, monkeypatch):
+    saved = trained_once()
+    for step in (1, 2, 3):
+        checkpoint.save(tmp_path, step, *saved)
+    elsewhere = tmp_path / "elsewhere"
+    (tmp_path / "checkpoints" / "step_000001").rename(elsewhere)
+    (tmp_path / "checkpoints" / "step_000001").symlink_to(elsewhere)
+
+    def busy(*_, **__):
+        raise OSError(errno.ENOTEMPTY, "Directory not empty")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", busy)
+        (warning,) = checkpoint.prune(tmp_path, 1)
+    assert "step_000002 could not be deleted (Directory not empty)" in warning
+    assert (elsewhere / "state.json").exists()  # a link is deleted, and not its target
+    assert checkpoint.prune(tmp_path, 1) == []
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_000003"]
+
+
+def test_files_have_the_usual_mode(tmp_path):
+    before = os.umask(0o027)
+    try:
+        path = checkpoint.save(tmp_path, 1, *trained_once())
+    finally:
+        os.umask(before)
+    assert {oct(file.stat().st_mode & 0o777) for file in path.iterdir()} == {oct(0o640)}
+
+
+def test_files_and_folders_are_on_disk_before_the_next_step(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
+    checkpoint.save(tmp_path, 1, *trained_once())
+    folder = tmp_path / "checkpoints"
+    work = folder / ".step_000001.tmp"
+    files = {str(work / n) for n in ("model.safetensors", "optimizer.pt", "state.json")}
+    assert set(synced[:3]) == files
+    assert synced[3:] == [str(work), str(folder), str(tmp_path)]
+
+
+def test_a_checkpoint_of_a_version_without_checksums_of_all_files_loads(tmp_path):
+    config, model, optimizer = trained_once()
+    path = checkpoint.save(tmp_path, 1, config, model, optimizer)
+    sign(path)  # without that of state.json
+    ckpt = checkpoint.find(str(tmp_path))
+    assert "state.json" not in json.loads((path / "state.json").read_text())["sha256"]
+    checkpoint.load_weights(ckpt, model)
+    checkpoint.load_optimizer(ckpt, optimizer)

@@ -179,7 +179,14 @@ def test_the_z_loss_is_in_the_loss():
     bare = make(loops=1, moe={"z_loss": 0.0})
     (bare_loss,), without = run(*bare)
     assert torch.equal(loss, bare_loss)
+    logits = []
+    for sublayer in model.sublayers[1::2]:
+        sublayer.branch.register_forward_pre_hook(
+            lambda _, inputs: logits.append(F.linear(*inputs))
+        )
     s = model.run(x, range(1))
+    z = sum(each.logsumexp(-1).square().mean() for each in logits)
+    torch.testing.assert_close(s.router_z, z, rtol=1e-6, atol=0)
     routers = [sublayer.branch.routers[0] for sublayer in model.sublayers[1::2]]
     terms = torch.autograd.grad(0.1 * s.router_z, routers)
     for i, term in zip((1, 3), terms, strict=True):

@@ -8,7 +8,7 @@ import torch
 
 from deeploop.utils.distributed import Ranks
 from tests.helpers.parallel_worker import CASES, train_all
-from tests.helpers.ranks import finish, start_ranks
+from tests.helpers.ranks import finish, free_port, start_ranks
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def runs(tmp_path_factory):
 def test_two_ranks_are_one(runs, plan, micro, dtype):
     one, first, second = (r[plan, micro, dtype] for r in runs)
     for two in (first, second):
-        # Losses to 1e-5 in float32; weights of five steps to 1e-9 in float64.
+        # Losses to 1e-5 in float32; weights of three steps to 1e-9 in float64.
         close = {"rtol": 0, "atol": 1e-9} if dtype == "float64" else {"rtol": 1e-5, "atol": 1e-5}
         torch.testing.assert_close(two["losses"], one["losses"], **close)
         assert two["validation"] == pytest.approx(one["validation"], rel=1e-5)
@@ -45,29 +45,48 @@ def test_two_ranks_are_one(runs, plan, micro, dtype):
     assert one["loads"].sum() == 3 * 2 * 8 * 16 * 2  # loops, layers, tokens, top_k: none missed
 
 
-def command(config, *more):
+# One start of Python for all commands; each has a port of its own, as one torchrun each would.
+SEVERAL = """
+import json, os, sys
+from deeploop.cli import main
+for port, arguments in json.loads(sys.argv[1]):
+    os.environ["MASTER_PORT"] = port
+    try:
+        code = main(arguments)
+    except SystemExit as stop:  # of a rank that leaves the message to another
+        code = stop.code
+    print("exit code", code, flush=True)
+"""
+
+
+def command(config, out, *more):
     return [
-        "-m", "deeploop.cli", "train", "loom-tiny", "--data", config.data.path,
+        "train", "loom-tiny", "--data", config.data.path,
         "--model.d-model", "16", "--model.loops", "2", "--model.seq-len", "16",
         "--train.batch-size", "4", "--train.precision", "fp32", "--train.eval-tokens", "256",
-        "--train.log-every", "1", "--out", config.train.out, *more,
+        "--train.log-every", "1", "--out", str(out), *more,
     ]  # fmt: skip
 
 
-def test_a_run_of_two_ranks_leaves_one_folder_and_goes_on(config, tmp_path):
-    run = tmp_path / "run"
-    lead, other = finish(start_ranks(command(config, "--steps", "3", "--train.save-every", "2")))
-    assert "2 ranks" in lead and "held out" in lead and other.strip() == ""
-    assert {p.name for p in (run / "checkpoints").iterdir()} == {"step_000002", "step_000003"}
+def test_two_ranks_refuse_train_into_one_folder_and_go_on_together(config, tmp_path):
+    run, taken = tmp_path / "run", tmp_path / "taken"
+    taken.mkdir()
+    (taken / "mine").write_text("")
+    commands = [
+        command(config, taken, "--steps", "3"),
+        command(config, run, "--steps", "3", "--train.save-every", "2"),
+        ["train", "--resume", str(run), "--steps", "4"],
+    ]
+    given = json.dumps([(free_port(), words) for words in commands])
+    lead, other = finish(start_ranks(["-c", SEVERAL, given]))
+    refused, trained, resumed, _ = lead.split("exit code")
+    assert other.splitlines() == ["exit code 2", "exit code 0", "exit code 0"]
+    assert "already exists" in refused
+    assert trained.startswith(" 2") and "2 ranks" in trained and "held out" in trained
+    assert resumed.startswith(" 0") and lead.rstrip().endswith("exit code 0")
+    steps = {"step_000003", "step_000004"}
+    assert {p.name for p in (run / "checkpoints").iterdir()} == steps
     lines = [json.loads(x) for x in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [m["step"] for m in lines if "loss" in m] == [1, 2, 3]
-    resume = ["-m", "deeploop.cli", "train", "--resume", str(run), "--steps", "4"]
-    lead, _ = finish(start_ranks(resume))
+    assert [m["step"] for m in lines if "loss" in m] == [1, 2, 3, 4]
     assert json.loads((run / "summary.json").read_text())["step"] == 4
-
-
-def test_a_folder_in_use_is_refused_by_the_ranks_together(config, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "mine").write_text("")
-    lead, other = finish(start_ranks(command(config, "--steps", "3")), code=2)
-    assert "already exists" in lead and other.strip() == ""
+    assert [p.name for p in taken.iterdir()] == ["mine"]

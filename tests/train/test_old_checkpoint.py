@@ -18,7 +18,7 @@ OLD_KEYS = {
 
 
 def as_of_old(path):
-    """Rewrite a checkpoint's files with the names that version 0.1.0 wrote."""
+    """Rewrite a checkpoint's files with the names and checksums that version 0.1.0 wrote."""
     weights = {}
     for key, value in load_file(path / "model.safetensors").items():
         for new, old in OLD_KEYS.items():
@@ -31,8 +31,11 @@ def as_of_old(path):
     model["arm"] = model.pop("residual")
     del model["prelude"], model["coda"]
     train["plan"], train["plan_loops"] = train.pop("backprop"), train.pop("backprop_loops")
-    digest = hashlib.sha256((path / "model.safetensors").read_bytes()).hexdigest()
-    state["sha256"]["model.safetensors"] = digest
+    (path / "corpus.json").unlink()
+    state["sha256"] = {
+        name: hashlib.sha256((path / name).read_bytes()).hexdigest()
+        for name in ("model.safetensors", "optimizer.pt")
+    }
     (path / "state.json").write_text(json.dumps(state))
 
 

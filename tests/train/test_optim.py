@@ -8,38 +8,65 @@ from deeploop.model.looplm import LoopLM
 from deeploop.train.optim import adamw, clip_gradients, learning_rate, step_if_finite
 
 
+def rates(**fields):
+    config = TrainConfig(**{"lr": 2.0} | fields)
+    return [learning_rate(step, config) for step in range(config.steps)]
+
+
 def test_wsd_is_ten_eighty_ten():
-    config = TrainConfig(steps=100, lr=1.0)
-    rates = [learning_rate(step, config) for step in range(100)]
-    assert rates[0] == pytest.approx(0.1) and rates[9] == pytest.approx(1.0)
-    assert all(rate == 1.0 for rate in rates[9:90])
-    assert rates[90:] == sorted(rates[90:], reverse=True)
-    assert rates[99] == pytest.approx(0.1)
+    wsd = rates(steps=100, lr=1.0)
+    assert wsd[0] == pytest.approx(0.1) and wsd[9] == pytest.approx(1.0)
+    assert all(rate == 1.0 for rate in wsd[9:90])
+    assert wsd[90:] == pytest.approx([0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0])
 
 
 def test_wsd_decays_over_its_share_to_the_floor():
-    config = TrainConfig(steps=100, lr=2.0, decay=0.4, min_lr=0.1)
-    rates = [learning_rate(step, config) for step in range(100)]
-    assert rates[60] == 2.0 and rates[61] < 2.0
-    assert rates[80] == pytest.approx(2.0 * (0.1 + 0.9 * 0.5))
-    assert rates[99] == pytest.approx(2.0 * (0.1 + 0.9 / 40))
+    wsd = rates(steps=100, decay=0.4, min_lr=0.1)
+    assert wsd[59] == 2.0 and wsd[60] < 2.0
+    assert wsd[79] == pytest.approx(2.0 * (0.1 + 0.9 * 0.5))
 
 
-def test_cosine_starts_at_the_peak_and_ends_near_the_floor():
-    config = TrainConfig(steps=1000, lr=2.0, schedule="cosine", warmup=0.02, min_lr=0.1)
-    rates = [learning_rate(step, config) for step in range(1000)]
-    assert max(rates) == rates[20] == pytest.approx(2.0)
-    assert rates[510] == pytest.approx(2.0 * (0.1 + 0.9 * 0.5), rel=1e-2)
-    assert rates[-1] == pytest.approx(0.2, rel=1e-3)
+def test_cosine_falls_from_the_peak_to_the_floor():
+    cosine = rates(steps=1001, schedule="cosine", warmup=0.02, min_lr=0.1)
+    assert max(cosine) == cosine[19] == pytest.approx(2.0)
+    assert cosine[19:] == sorted(cosine[19:], reverse=True)
+    assert (cosine[509] + cosine[510]) / 2 == pytest.approx(2.0 * (0.1 + 0.9 * 0.5))
 
 
 @pytest.mark.parametrize("schedule", ["wsd", "cosine"])
-@pytest.mark.parametrize("steps", [1, 2, 3, 7])
-def test_short_runs_have_finite_positive_rates(schedule, steps):
-    config = TrainConfig(steps=steps, lr=1.0, schedule=schedule)
-    for step in range(steps):
-        rate = learning_rate(step, config)
-        assert math.isfinite(rate) and 0 < rate <= 1
+@pytest.mark.parametrize("warmup", [0.0, 0.1, 0.5, 0.9])
+@pytest.mark.parametrize("steps", [2, 3, 10, 280])
+def test_one_step_is_at_the_peak_and_the_last_is_exactly_at_the_floor(schedule, warmup, steps):
+    for min_lr in (0.0, 0.1, 0.9):
+        decay = min(1 - warmup, 0.99)
+        run = rates(steps=steps, schedule=schedule, warmup=warmup, decay=decay, min_lr=min_lr)
+        last_rises = round(warmup * steps) == steps
+        assert max(run) == 2.0
+        assert run[-1] == (2.0 if last_rises else 2.0 * min_lr)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"steps": 1},
+        {"steps": 1, "schedule": "cosine"},
+        {"steps": 1, "warmup": 0.0, "decay": 0.99},
+        {"steps": 7, "warmup": 0.99, "decay": 0.0},
+        {"steps": 7, "warmup": 0.99, "decay": 0.0, "schedule": "cosine"},
+        {"steps": 7, "warmup": 0.0, "decay": 0.0},
+        {"steps": 4, "warmup": 0.1, "decay": 0.1},
+    ],
+)
+def test_without_a_step_to_decay_over_the_rate_stays(fields):
+    assert rates(**fields)[-1] == 2.0
+
+
+@pytest.mark.parametrize("schedule", ["wsd", "cosine"])
+def test_a_longer_run_takes_the_schedule_of_its_new_length(schedule):
+    short = rates(steps=20, schedule=schedule, min_lr=0.1)
+    longer = rates(steps=40, schedule=schedule, min_lr=0.1)
+    assert short[-1] == longer[-1] == 2.0 * 0.1
+    assert longer[20] > short[-1]
 
 
 def test_only_matrices_decay():

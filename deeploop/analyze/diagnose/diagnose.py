@@ -25,15 +25,17 @@ from deeploop.config.fields import MAX_SEED
 from deeploop.data.batches import train_batch, windows_per_epoch
 from deeploop.data.corpus import Corpus
 from deeploop.model.looplm import LoopLM
+from deeploop.model.memory import check_diagnosis
 from deeploop.runs import checkpoint
-from deeploop.runs.folder import choose_run_folder
+from deeploop.runs.folder import choose_run_folder, claim_folder
 from deeploop.train.optim import adamw
 from deeploop.train.setup import check_same, check_same_corpus, read_corpus, resolve
 from deeploop.utils.console import print_whole, say
-from deeploop.utils.device import device_name
+from deeploop.utils.device import device_name, pick_device
 from deeploop.utils.disk import disk_errors, user_path, write_json
 from deeploop.utils.distributed import Ranks
 from deeploop.utils.errors import Diverged, InputError
+from deeploop.utils.memory import in_bytes
 
 
 def diagnose(
@@ -42,7 +44,7 @@ def diagnose(
     console: Console,
     *,
     probes: int = 4,
-    batch_size: int = 0,
+    sequences: int = 0,
     draw: int = 0,
 ) -> list[dict[str, Any]]:
     """Diagnose a preset at initialisation, or a run's checkpoints; writes the results.
@@ -52,7 +54,7 @@ def diagnose(
         ckpts: the run's checkpoints; none for a preset.
         console: prints the table.
         probes: random probes of the Jacobian, a backward each.
-        batch_size: held-out sequences; 0: the run's micro-batch, or all if they are fewer.
+        sequences: held-out ones; 0: the run's micro-batch, or all if they are fewer.
         draw: seed of the sequences and the probes.
 
     Returns:
@@ -62,20 +64,23 @@ def diagnose(
         InputError: the input cannot be diagnosed; raised before anything is computed.
         Diverged: a figure is not finite; nothing is written.
     """
-    for name, value, least in (("probes", probes, 1), ("batch_size", batch_size, 0)):
+    for name, value, least in (("probes", probes, 1), ("sequences", sequences, 0)):
         if value < least:
             raise InputError(f"{name}={value}: must be at least {least}")
     if not 0 <= draw <= MAX_SEED:
         raise InputError(f"draw={draw}: must be from 0 to {MAX_SEED}")
+    device = pick_device(config.train.device)
+    check_diagnosis(config, device, 1)
     corpus = read_corpus(config)
     for ckpt in ckpts:
         check_same(config, ckpt)
         check_same_corpus(corpus, ckpt)
     config = float32_config(config, corpus)
-    batch = draw_batch(corpus, config, batch_size, probes, draw)
-    folder = choose_folder(config, ckpts)
+    batch = draw_batch(corpus, config, sequences, probes, draw)
+    check_diagnosis(config, device, len(batch.tokens))
     readings = []
-    with output_folder(folder):
+    chosen_here = not config.train.out and not ckpts
+    with output_folder(choose_folder(config, ckpts), chosen_here) as folder:
         for line in describe(config, batch):
             say(console, line)
         for step, model, optimizer in states(config, ckpts):
@@ -89,21 +94,29 @@ def diagnose(
 
 
 def choose_folder(config: Config, ckpts: list[checkpoint.Checkpoint]) -> Path:
-    """Return train.out where it is set, else the run's folder, for a preset a new one."""
+    """Return train.out where it is set, else the run's folder, for a preset a new one.
+
+    For a checkpoint copied out of its run, that is the checkpoint's folder.
+    """
     if config.train.out:
         return user_path(config.train.out, "train.out")
-    return ckpts[0].run if ckpts else choose_run_folder(config)
+    return ckpts[0].run or ckpts[0].path if ckpts else choose_run_folder(config)
 
 
 @contextlib.contextmanager
-def output_folder(folder: Path) -> Iterator[None]:
-    """Create the folder and check that it is writable; on failure remove it if it was new."""
-    new = not folder.exists()
+def output_folder(folder: Path, unique: bool) -> Iterator[Path]:
+    """Create the folder and check that it is writable; on failure remove it if it was new.
+
+    Yields its path: with `unique`, that of a folder that did not exist, NAME-2 for NAME.
+    """
+    new = unique or not folder.exists()
     try:
-        with disk_errors(f"folder {folder}"):
+        with disk_errors(f"folder {folder}", folder):
+            if unique:
+                folder = claim_folder(folder)
             folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
-        yield
+        yield folder
     except BaseException:
         if new:
             with contextlib.suppress(OSError):
@@ -123,7 +136,7 @@ def check_finite(m: Measurement, step: int) -> None:
 def checkpoints(path: str) -> list[checkpoint.Checkpoint]:
     """Return the checkpoint at `path`, or all those of the run at `path`, oldest first."""
     ckpt = checkpoint.find(path)
-    if user_path(path, "run").resolve() == ckpt.path.resolve():
+    if ckpt.run is None or user_path(path, "run").resolve() == ckpt.path.resolve():
         return [ckpt]
     return [checkpoint.find(str(step)) for step in checkpoint.steps(ckpt.run)]
 
@@ -154,7 +167,7 @@ def draw_batch(corpus: Corpus, config: Config, size: int, probes: int, seed: int
     most = windows_per_epoch(len(corpus.val), length)
     if size > most:
         raise InputError(
-            f"batch_size={size}: the held-out text has {most} sequences of {length} tokens; "
+            f"sequences={size}: the held-out text has {most} sequences of {length} tokens; "
             "give at most that"
         )
     size = size or min(t.micro_batch or t.batch_size, most)
@@ -176,14 +189,14 @@ def describe(config: Config, batch: Batch) -> list[str]:
     """Return lines with the model, the batch and the cost of the diagnosis."""
     m, t = config.model, config.train
     sequences, length = batch.tokens.shape
-    gib = peak_bytes(config, sequences) / 2**30
+    peak = in_bytes(peak_bytes(config, sequences))
     trained = "" if t.backprop == "full" else f" (the run trains under {t.backprop})"
     return [
         f"model    {config.preset}: {m.residual}, {m.n_layers} blocks x {m.loops} loops, width "
         f"{m.d_model}",
         f"batch    {sequences} x {length} held-out tokens; gradients: full backprop, "
         f"float32{trained}",
-        f"cost     {1 + batch.probes} backwards and 2 forwards a checkpoint, {gib:.2f} GiB "
+        f"cost     {1 + batch.probes} backwards and 2 forwards a checkpoint, {peak} "
         f"(counted) on {device_name(batch.tokens.device)}",
     ]
 
@@ -199,11 +212,14 @@ def peak_bytes(config: Config, sequences: int) -> int:
 
 def table(readings: list[dict[str, Any]]) -> Table:
     """Make a table with a row for each state."""
-    rows = Table(box=None, padding=(0, 1, 0, 0))
-    names = ("step", "loss", "kappa", "gamma", "p", "direct.", "cosine", "rms", "moved", "/bound")
+    rows = Table(box=None, padding=(0, 2, 0, 0))
+    names = (
+        "step", "loss", "kappa", "gamma", "p", "kappa of directions", "cosine", "RMS", "change",
+        "change / bound",
+    )  # fmt: skip
     for name in names:
         rows.add_column(name, justify="right", no_wrap=True)
-    rows.add_column("largest at", no_wrap=True)
+    rows.add_column("sublayer of the largest kappa", no_wrap=True)
     for r in readings:
         values = (
             r["kappa"], r["gamma"], r["p"], r["kappa_directional"], r["cosine"], r["rms"][-1][-1],

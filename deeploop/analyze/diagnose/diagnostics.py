@@ -159,8 +159,11 @@ def take_step(
 
 
 def next_rate(config: Config, step: int) -> float:
-    """Return the learning rate of the next step (the last step's if the run is complete)."""
-    return learning_rate(min(step, config.train.steps - 1), config.train)
+    """Return the learning rate of the next step; of a complete run the last but one step's.
+
+    The last step's is train.min_lr, by default 0, which would move nothing.
+    """
+    return learning_rate(min(step, max(config.train.steps - 2, 0)), config.train)
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from deeploop.utils.device import host_memory
+from deeploop.utils.memory import free_memory
 
 
 class Device(NamedTuple):
@@ -32,7 +32,7 @@ def this_cpu() -> Device:
     """Measure this machine's FLOP/s and copy bandwidth, in about a second.
 
     Each is the best of a few runs on torch's threads: products of 1024 x 1024 matrices and a
-    copy of 256 MiB. Memory is that of the whole machine.
+    copy of 256 MiB. Memory is what this process may still take.
     """
     fp32, bf16 = (
         2 * 1024**3 / _best(torch.nn.functional.linear, *torch.ones(2, 1024, 1024, dtype=dtype))
@@ -40,7 +40,8 @@ def this_cpu() -> Device:
     )
     x, y = torch.ones(2, 2**26)
     title = f"this CPU ({torch.get_num_threads()} threads)"
-    return Device(title, bf16, fp32, 2 * x.nbytes / _best(x.copy_, y), host_memory())
+    bandwidth = 2 * x.nbytes / _best(x.copy_, y)
+    return Device(title, bf16, fp32, bandwidth, free_memory(torch.device("cpu")).bytes)
 
 
 def _best(work: Callable[..., object], *inputs: Tensor) -> float:

@@ -31,7 +31,7 @@ from deeploop.model.looplm import LoopLM
 from deeploop.utils.device import computes_in_bf16
 from deeploop.utils.errors import InputError
 
-VOCABULARIES = {"byte": 256, "gpt2": 50257}
+VOCABULARIES = {"auto": 256, "byte": 256, "gpt2": 50257}
 RESERVE = 0.05  # of a GPU's memory: CUDA's context, libraries' workspaces, fragments
 
 
@@ -153,12 +153,6 @@ def count(config: Config, target: Target, timed: bool = True) -> Step:
         for name, seconds in one.by_component.items()
     }
     return Step(memory, by_component, extrapolate(one.host, two.host))
-
-
-def counted_peak(config: Config, sequences: int) -> float:
-    """Return the peak bytes of a step on a CPU, with micro-batches of so many sequences."""
-    target = Target(DEVICES["h200"], MEASURED, "cpu")  # only memory is read, not its seconds
-    return count(config, target, timed=False).memory(sequences).peak
 
 
 def count_whole(config: Config, target: Target, timed: bool = True) -> Step:

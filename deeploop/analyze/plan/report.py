@@ -3,8 +3,6 @@
 import dataclasses
 import json
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from typing import Any
 
 from deeploop.analyze.plan.hardware import DEVICES, Device
@@ -12,6 +10,8 @@ from deeploop.analyze.plan.planner import Estimate, against_full, estimate, targ
 from deeploop.config import Config
 from deeploop.config.presets import presets
 from deeploop.model.flops import flops_per_token, weight_flops
+from deeploop.utils.memory import in_bytes
+from deeploop.utils.processes import worker_pool
 
 GIB = 2**30
 # The 16 runs of DeepLoop (arXiv 2607.13491): H200-hours as reported, and the MFU that its
@@ -36,7 +36,7 @@ def show_many(configs: list[Config], device: str, json_wanted: bool, total: bool
     target, estimates = target_of(device), []
     if not json_wanted:
         print(f"predicted for {target.device.title}; nothing was run\n{HEAD}")
-    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+    with worker_pool() as pool:
         unique = {cost_key(config): config for config in configs}
         waiting = {key: pool.submit(estimate, config, target) for key, config in unique.items()}
         try:
@@ -164,13 +164,6 @@ def matrix_sum(estimates: Sequence[Estimate]) -> list[str]:
         f"{half:8,.0f}  at 50% on that basis: {paper - half:,.0f} saved",
         f"On the FLOPs that MFU counts above, attention's too, the paper's hours are {share:.0%}.",
     ]
-
-
-def in_bytes(n: float) -> str:
-    """Format bytes in GiB, MiB or KiB."""
-    if n >= GIB:
-        return f"{n / GIB:,.2f} GiB"
-    return f"{n / 2**20:.1f} MiB" if n >= 2**20 else f"{n / 2**10:.0f} KiB"
 
 
 def in_time(seconds: float) -> str:

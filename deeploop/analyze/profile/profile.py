@@ -44,7 +44,7 @@ from deeploop.data.corpus import Corpus
 from deeploop.data.stream import ArraySegment, TokenStream
 from deeploop.data.tokenizer import load_tokenizer
 from deeploop.model.flops import flops_per_token
-from deeploop.runs.folder import choose_run_folder, lock_run_folder
+from deeploop.runs.folder import choose_run_folder, claim_folder, lock_run_folder
 from deeploop.train import setup
 from deeploop.train.trainer import Trainer
 from deeploop.utils.console import print_whole, say
@@ -81,15 +81,18 @@ def open_profile(config: Config, steps: Steps, console: Console, ranks: Ranks) -
     for name, count in steps._asdict().items():
         if count < 1:
             raise InputError(f"{name}={count}: must be at least 1 step")
+    # The learning rate is a function of the number of steps.
+    config = config.replace("train", steps=steps.total)
+    setup.check_memory(config, ranks)
     corpus = setup.open_corpus(config) if config.data.path else random_corpus(config)
     config = setup.resolve(config, corpus, ranks)
-    name = config.train.out or f"profiles/{config.preset}-{time.strftime('%Y%m%d-%H%M%S')}"
-    # The learning rate is a function of the number of steps.
-    config = config.replace("train", steps=steps.total, out=name)
-    folder = choose_run_folder(config) if ranks.is_main else Path(name)
+    setup.check_memory(config, ranks)  # the vocabulary is now known
+    folder = choose_run_folder(config, "profiles") if ranks.is_main else Path(config.train.out)
     trainer = Trainer(config, corpus, {}, folder, console, ranks)
     if ranks.is_main:
-        trainer.lock.enter_context(new_folder(folder))
+        if not config.train.out:
+            trainer.folder = claim_folder(folder)
+        trainer.lock.enter_context(new_folder(trainer.folder))
     return trainer
 
 
@@ -138,7 +141,7 @@ def profile(trainer: Trainer, steps: Steps) -> dict[str, Any]:
         if not trainer.ranks.is_main:
             return {}
         path = folder / "trace.json.gz"
-        with disk_errors(str(path)):
+        with disk_errors(str(path), path):
             traced.export_chrome_trace(str(path))
         summary = summarise(trace.read(path), trainer)
         figures |= summary.figures
@@ -202,7 +205,7 @@ def record_allocator(trainer: Trainer, path: Path) -> None:
     torch.cuda.memory._record_memory_history(stacks="python", max_entries=HISTORY)
     take_steps(trainer)
     if trainer.ranks.is_main:
-        with disk_errors(str(path)):
+        with disk_errors(str(path), path):
             torch.cuda.memory._dump_snapshot(str(path))
     torch.cuda.memory._record_memory_history(enabled=None)
 

@@ -13,6 +13,8 @@ SUMMARY = (
     "-released or an ablation: " + ", ".join(f"-{name}" for name in LOOM_ABLATIONS)
 )
 
+PAPERS = {"gpt2-": "DeepLoop, 2607.13491", "loom-": "LOOM, 2610.01153"}  # by a name's beginning
+
 
 def presets() -> dict[str, Config]:
     """Return every named configuration by its name."""

@@ -115,17 +115,20 @@ def _loom_tiny() -> Config:
 def _readings(base: Config) -> list[Config]:
     """List a model in the paper's reading, in the released code's reading, and its ablations.
 
-    The released code feeds the global average the local readout, normalises the stream
-    after every loop, never adds its z-loss to the loss, decays norm gains and warms the
-    1.7B model up over 1% of the steps. Where the paper is silent, its reading follows the code:
-    the balancing bias, a final learning rate of a tenth, routers that start as copies. Followed
-    in neither: gradients summed over ranks without division (clipping would then depend on
-    their number), the guard that aborts on a loss spike, attention that stops at document ends,
-    weights in bfloat16. The partial ablations (`-only`) share one router between all loops,
-    which is our guess.
+    The released code feeds the global average the local readout, normalises the stream after
+    every loop, never adds its z-loss to the loss, moves the balancing bias by the loads within
+    capacity, decays norm gains and warms the 1.7B model up over 1% of the steps. Where the paper
+    is silent, its reading follows the code: the balancing bias, a final learning rate of a tenth,
+    routers that start as copies. Followed in neither: gradients summed over ranks without
+    division (clipping would then depend on their number), the guard that aborts on a loss spike,
+    attention that stops at document ends, weights in bfloat16, router scores rounded to bfloat16
+    before the choice of experts and divided by a sum of at least 1e-9, experts summed in the
+    branch's dtype, held-out loss with a capacity. The partial ablations (`-only`) share one
+    router between all loops, which is our guess.
     """
     released = base.replace("model.loom", global_source="readout", carry="normalised")
-    released = released.replace("model.moe", z_loss=0.0).replace("train", decay_gains=True)
+    released = released.replace("model.moe", z_loss=0.0, balance="released")
+    released = released.replace("train", decay_gains=True)
     if base.preset == "loom-1.7b":
         released = released.replace("train", warmup=0.01)
     variants = {"": base, "-released": released}

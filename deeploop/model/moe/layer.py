@@ -38,7 +38,7 @@ from deeploop.utils.device import autocast_dtype
 from deeploop.utils.errors import InputError
 
 BACKENDS = ("grouped_mm", "reference", "megablocks")
-SMALLEST = 1e-9  # of the sum that the kept weights are divided by
+SMALLEST = 1e-30  # of the sum that the kept weights are divided by
 
 
 class Routed(NamedTuple):
@@ -50,6 +50,7 @@ class Routed(NamedTuple):
     shared: Tensor | None  # [..., d] sum of the always-on shared experts
     z: Tensor  # scalar: mean logsumexp^2 of the router's logits
     load: Tensor  # int64 [E]: slots per expert, dropped ones included
+    shape: torch.Size  # [..., d] of the tokens, N in all
 
 
 def combine(f: Tensor | Routed) -> Tensor:
@@ -64,10 +65,8 @@ def combine(f: Tensor | Routed) -> Tensor:
     out, dtype = f.expert_out, torch.promote_types(f.expert_out.dtype, torch.float32)
     kept = (f.slots >= 0)[..., None]
     chosen = out[f.slots.clamp(min=0).long()].where(kept, 0).to(dtype)
-    y = torch.einsum("nk,nkd->nd", f.weights.to(dtype), chosen)
-    if f.shared is None:
-        return y.to(out.dtype)
-    return (y.view(f.shared.shape) + f.shared).to(out.dtype)
+    y = torch.einsum("nk,nkd->nd", f.weights.to(dtype), chosen).view(f.shape)
+    return (y if f.shared is None else y + f.shared).to(out.dtype)
 
 
 class Groups(NamedTuple):
@@ -171,7 +170,7 @@ class MoE(nn.Module):
         else:
             run = experts.grouped_mm if self.backend == "grouped_mm" else experts.reference
             expert_out = run(x, self.gate_up, self.down, *groups)
-        return Routed(expert_out, slots, weights, shared, z, load)
+        return Routed(expert_out, slots, weights, shared, z, load, n.shape)
 
     def capacity(self, n_tokens: int) -> int | None:
         """Return the slots an expert takes of one micro-batch; None where there is no limit."""
@@ -189,13 +188,21 @@ def copy_router(moe: MoE) -> None:
 
 
 @torch.no_grad()
-def update_router_bias_(bias: Tensor, load: Tensor, lr: float) -> None:
+def update_router_bias_(bias: Tensor, load: Tensor, lr: float, centred: bool = True) -> None:
     """Add lr * sign(mean(load) - load) to the bias, in place.
 
-    load: int64 [E], of the whole batch. Loads are compared as integers, E load with the sum,
-    so that the bias of a load at the mean does not move.
+    Args:
+        bias: float32 [E].
+        load: int64 [E], of the whole batch. Loads are compared as integers, E load with the
+            sum, so that a load at the mean counts as such.
+        lr: step size.
+        centred: subtract the bias's mean after it. The choice of experts stays the same, as
+            all scores move by as much; without it skewed loads drive the mean ever further
+            from 0, and float32 then rounds the scores.
     """
     bias.add_(torch.sign(load.sum() - load * load.numel()).to(bias.dtype), alpha=lr)
+    if centred:
+        bias.sub_(bias.mean())
 
 
 def _check(

@@ -104,19 +104,13 @@ def test_points_under_the_roof():
     assert charts.roof(2.0, copy=100.0, matmul=2.0) == pytest.approx(0.2)
 
 
-CPU = {"path": "torch", "processor": "another"}
-
-
 @pytest.mark.parametrize(
     ("now", "tolerance", "change"),
     [
         (step(4, 1.0, 1.5), 1.1, None),
-        (step(4, 1.2, 1.8, device="another"), 1.1, None),  # the baseline is as much slower there
         (step(4, 1.2, 1.8), 1.1, "worse by 1.20: step, residual deeploop, loops 4, float32"),
         (step(4, 1.2, 1.8), 1.3, None),
         (step(4, 1.2, 1.8, processor="another"), 1.1, "worse by 1.20"),  # the same GPU
-        (step(4, 1.2, 1.8, **CPU), 1.1, None),
-        (step(4, 1.0, 1.2, device="another"), 1.1, "worse by 1.25"),
         (step(4, 0.5, 1.5), 1.1, "better by 2.00"),
         (record("step", {"residual": "deeploop", "loops": 4},
                 {"shipped": 1.0, "eager": 1.5, "compile": 0.5}, ["eager", "compile"]), 1.1, None),
@@ -128,6 +122,32 @@ def test_against_stored_results(write, capsys, now, tolerance, change):
     text = capsys.readouterr().out
     assert code == ("worse" in (change or ""))
     assert change in text if change else "- worse" not in text and "- better" not in text
+
+
+CPU = {"path": "torch", "device": "x86_64 CPU, 2 threads", "processor": "EPYC"}
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"device": "x86_64 CPU, 1 threads"}, "x86_64 CPU, 1 threads, EPYC"),
+        ({"processor": "Xeon"}, "x86_64 CPU, 2 threads, Xeon"),
+        ({"path": "triton", "device": "NVIDIA H200"}, "NVIDIA H200"),
+    ],
+)
+def test_results_of_another_machine_or_thread_count_are_not_compared(write, capsys, other, words):
+    stored = write("old", step(4, 1.0, 1.5, **CPU), step(1, 1.0, 1.5, **CPU))
+    elsewhere = step(4, 9.0, 1.5, **CPU | other)
+    assert report.main([write("new", elsewhere), "--against", stored]) == 2
+    printed = capsys.readouterr()
+    where = f"measured on {words}, stored on x86_64 CPU, 2 threads, EPYC"
+    assert where in printed.err and "worse" not in printed.out
+    same = step(1, 1.0, 1.5, **CPU)
+    assert report.main([write("new", elsewhere, same), "--against", stored]) == 0
+    printed = capsys.readouterr()
+    assert "1 cases against stored ones" in printed.out
+    assert f"1 cases were not compared: {where}." in printed.out
+    assert report.main([write("new", elsewhere), "--against", stored, write("b", elsewhere)]) == 0
 
 
 def test_memory_and_full_backprop_are_compared_too(write, capsys):

@@ -1,76 +1,28 @@
-"""Each op moves its floor and no more, counted from the operations that its kernels execute."""
+"""Runs the tests of the byte counter and of the tuner's settings under Triton's interpreter."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from bench.kernels.ops import OPS
+from bench.kernels import traffic
+from tests.helpers.interpreted import run_interpreted
 
 pytest.importorskip("triton", reason="Triton is not installed")
-HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
-ROWS = 17  # a prime, and more than the programs of a launch
-ALLOWED = 1.03
-# 1024 is a row in registers, 4096 one in chunks.
-SHAPES = [("bf16", 1024), ("fp32", 1024), ("bf16", 4096)]
-every_case = pytest.mark.parametrize(
-    ("op", "direction", "dtype", "d"),
-    [(op, way, *shape) for op in OPS for way in ("forward", "backward") for shape in SHAPES],
-    ids=lambda x: getattr(x, "name", x),
-)
+ROOT = Path(__file__).parents[3]
+FILES = sorted((Path(__file__).parent / "interpreted").glob("test_*.py"))
 
 
-def run(*command: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    paths = [str(ROOT), environment.get("PYTHONPATH", "")]
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    command = (sys.executable, "-m", *command)
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_under_the_interpreter(file, tmp_path):
+    code, output = run_interpreted([str(file)], tmp_path)
+    if code != 0:
+        pytest.fail(f"exit code {code}:\n{output}", pytrace=False)
 
 
-@pytest.fixture(scope="module")
-def records():
-    """By op, direction, dtype and d."""
-    listed = []
-    for dtype, d in SHAPES:
-        command = ["bench.kernels.traffic", "--json", "--only", "ours", "--rows", str(ROWS)]
-        result = run(*command, "--d", str(d), "--dtype", dtype)
-        assert result.returncode == 0, result.stderr
-        listed += json.loads(result.stdout)
-    return {(r["op"], r["direction"], r["dtype"], r["d"]): r for r in listed}
-
-
-@every_case
-def test_at_the_floor(records, op, direction, dtype, d):
-    record = records[op.name, direction, dtype, d]
-    ours = record["counted"]["ours"]
-    # Less than the floor would be a wrong floor, or a wrong counter.
-    assert record["floor"] * 0.99 <= ours["passes"] <= record["floor"] * ALLOWED, ours
-    assert ours["asked"] >= ours["passes"]
-    assert ours["kernels"], "no Triton kernel ran"
-
-
-@every_case
-def test_little_comes_beside_it(records, op, direction, dtype, d):
-    """A few numbers per row, and per program and column of a gain; no stray copies."""
-    ours = records[op.name, direction, dtype, d]["counted"]["ours"]
-    if not op.normed:
-        return  # the router's experts stand beside its rows, and its logits are per row
-    per_row = 8 if "slots" not in op.inputs else 72  # slots, weights, marks of 4 experts
-    assert ours["statistics_per_row"] <= per_row
-    gains = sum(name.startswith("w_") for name in op.inputs)
-    # 8 programs write a partial sum, one operator reads them all and writes the sum.
-    assert ours["gains"] <= gains * d * 4 * (1 + 8 + 8 + 1)
-    allowed = {"aten.sum.dim_IntList"}
-    if "slots" in op.inputs:
-        allowed.add("aten.zeros_like.default")  # the marks of its rows, one byte each
-    assert set(ours["operators"]) <= allowed
-
-
-def test_launches_are_counted_right():
-    result = run("pytest", "-q", "--tb=short", "-p", "no:cacheprovider", str(HERE / "interpreted"))
-    assert result.returncode == 0, result.stdout + result.stderr
+def test_the_command_starts_the_interpreter_itself(capfd, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    options = "--json --only ours --rows 3 --d 16 --op inject --dtype bf16"
+    assert traffic.main(options.split()) == 0
+    forward, _ = json.loads(capfd.readouterr().out)
+    assert forward["counted"]["ours"]["kernels"], "no Triton kernel ran"

@@ -55,9 +55,13 @@ def test_wide_rows(d):
     compare_combine(expert_combine, combine_inputs(2, d, 2), **TOLERANCE[torch.float32])
 
 
-@pytest.mark.parametrize("d", [24, 2050])
-@pytest.mark.parametrize("missing", [(), (4,), (5,), (6,), (4, 5, 6)], ids=str)
+MISSING = [(), (4,), (5,), (6,), (4, 5, 6)]
+
+
 @pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize(
+    ("d", "missing"), [*((24, m) for m in MISSING), (2050, ()), (2050, (4, 5, 6))], ids=str
+)
 def test_missing_inputs(d, missing, norm):
     inputs = combine_inputs(3, d, 2)
     for i in missing if norm else (*missing, 6):

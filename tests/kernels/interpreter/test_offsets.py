@@ -2,7 +2,7 @@
 
 A kernel with 32-bit offsets would crash the process, so each test forks one. The chunked
 kernels are not here: their row counter is a Python integer under the interpreter and cannot
-overflow, so that is tested on a device.
+overflow. tests/kernels/test_offsets.py checks theirs in the compiled IR.
 """
 
 import multiprocessing
@@ -77,8 +77,8 @@ def check_combine():
     d, n_rows = 64, 2**25 + 8  # the last rows start past 2^31
     close = {"rtol": 2e-3, "atol": 2e-3}
     routed = untouched(n_rows, d)
-    slots = torch.tensor([[n_rows - 1, 3], [n_rows - 3, -1]])
-    routed[slots[slots >= 0]] = torch.randn(3, d).half()
+    slots = torch.tensor([[n_rows - 1, 3], [n_rows - 3, -1]], dtype=torch.int32)
+    routed[slots[slots >= 0].long()] = torch.randn(3, d).half()
     h, weights = torch.randn(2, d).half(), torch.tensor([[0.5, 2.0], [1.0, 1.0]])
     inputs = (routed, slots, weights, None, None, None)
     (h_new, _, r1, _), launch = combine_kernels.forward_launch(h, *inputs, 1.0, 1e-6, False)

@@ -110,3 +110,30 @@ def test_sigmoid_is_right_to_the_last_places():
         spacing = np.spacing(np.maximum(t.astype(np.float32), np.float32(1e-45)))
         worst = (np.abs(f.double().numpy() - t) / spacing).max()
         assert worst <= units, f"{name}: {worst:.2f} units in the last place"
+
+
+@jit()
+def _dot_kernel(x_ptr, w_ptr, y_ptr, N: tl.constexpr, PRECISION: tl.constexpr):
+    o = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+    b_sum = tl.zeros((N, N), tl.float32)
+    b_y = router_kernels._dot(tl.load(x_ptr + o), tl.load(w_ptr + o), b_sum, PRECISION)
+    tl.store(y_ptr + o, b_y)
+
+
+def test_a_bfloat16_product_takes_all_three_parts_of_a_float32(monkeypatch):
+    """The product for tensor cores: one part less and it is off by 2^-17 or more."""
+
+    def dot(b_a, b_b, b_sum=0.0):  # the interpreter's own multiplies the bits of a bfloat16
+        b_a, b_b = b_a.to(tl.float32), b_b.to(tl.float32)
+        return tl.sum(b_a[:, :, None] * b_b[None, :, :], axis=1) + b_sum
+
+    monkeypatch.setattr(tl, "dot", dot)
+    # A GPU's instruction that moves a value and changes nothing.
+    monkeypatch.setattr(tl, "inline_asm_elementwise", lambda asm, constraints, args, **_: args[0])
+    n = 32
+    x = torch.eye(n)[torch.randperm(n)]  # so that each sum is one product
+    w, y = torch.randn(n, n), torch.full((n, n), torch.nan)
+    arguments = {"x_ptr": x.bfloat16(), "w_ptr": w, "y_ptr": y, "N": n, "PRECISION": "bf16x6"}
+    Launch(_dot_kernel, 1, arguments, Config(n, n, 4)).run(y)
+    exact = x.double() @ w.double()
+    assert ((y - exact).abs() / exact.abs()).max() <= 2**-24

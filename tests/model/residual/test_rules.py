@@ -8,14 +8,22 @@ import pytest
 import torch
 
 import deeploop
-from deeploop.config import ModelConfig, MoEConfig
+from deeploop.config import LoomConfig, ModelConfig, MoEConfig
 from deeploop.config.model import RESIDUALS
 from deeploop.model.looplm import LoopLM
 from deeploop.model.residual import Residual, residual_rule
 from deeploop.model.state import LoopState, Visit
-from tests.helpers.plain_model import EPS, ROPE_BASE, check_gradients, rms_norm, scattered
+from tests.helpers.plain_model import (
+    EPS,
+    ROPE_BASE,
+    check_gradients,
+    plain_forward,
+    rms_norm,
+    scattered,
+)
 
 EXPERTS = MoEConfig(experts=4, top_k=2, d_expert=8, shared=1, capacity_factor=0.0)
+ROUTED_ALONE = dataclasses.replace(EXPERTS, shared=0)
 
 
 def small(residual: str, **changes) -> ModelConfig:
@@ -37,6 +45,32 @@ def test_model_and_gradients_are_those_of_the_rules_reference(residual, moe, sha
     torch.manual_seed(0)
     model = scattered(LoopLM(small(residual, moe=moe, **shape)))
     check_gradients(model, tokens(), rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("backend", ["grouped_mm", "reference"])
+@pytest.mark.parametrize(
+    ("residual", "loom"), [*((name, {}) for name in RESIDUALS), ("loom", {"branch_norm": False})]
+)
+def test_experts_without_a_shared_one(residual, loom, backend):
+    torch.manual_seed(0)
+    moe = dataclasses.replace(ROUTED_ALONE, backend=backend)
+    model = scattered(LoopLM(small(residual, moe=moe, loom=LoomConfig(**loom))))
+    check_gradients(model, tokens(), rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("coda", [0, 1])
+@pytest.mark.parametrize("residual", RESIDUALS)
+def test_other_numbers_of_loops_end_in_the_same_norm(residual, coda):
+    """Run with other loops than in training, or cut into segments: the final gain is the same."""
+    torch.manual_seed(0)
+    model, x = scattered(LoopLM(small(residual, coda=coda))), tokens()
+    state = None
+    for first, end in ((0, 1), (1, 3), (3, 4)):  # training has 3
+        wanted = plain_forward(model, x, loops=end)
+        state = model.run(x, range(first, end), state)
+        torch.testing.assert_close(model.output(state, x), wanted, rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(model(x, loops=end), wanted, rtol=1e-8, atol=1e-10)
+        state = model.rule.detach(state)
 
 
 @pytest.mark.parametrize("residual", ["pre_norm", "deepnorm", "deeploop", "loom"])

@@ -1,0 +1,103 @@
+"""Read weights and optimizer states: every tensor is checked before anything is allocated for it.
+
+Files of an unknown origin may hold tensors of other shapes, which a fused optimizer would read
+and write outside of their memory, or a few bytes that claim to be gigabytes.
+"""
+
+import math
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from deeploop.config.renames import renamed_weights
+from deeploop.utils.disk import brief, foreign
+from deeploop.utils.errors import InputError
+
+REMEDY = "restore it, or use another checkpoint"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def read_weights(path: Path, what: str, model: nn.Module) -> dict[str, Tensor]:
+    """Return the weights in a .safetensors file, under today's names.
+
+    Args:
+        path: a regular file; its size bounds the memory that is taken.
+        what: name of the file in an error.
+        model: whose names, shapes and dtypes the weights must have.
+
+    Raises:
+        InputError: the file is damaged or a tensor is not one of the model's.
+    """
+    with foreign(what, REMEDY):
+        weights = renamed_weights(load_file(path))
+    wanted = model.state_dict()
+    for name in sorted(wanted.keys() ^ weights.keys()):
+        reason = "lacks" if name in wanted else "has, and the model has not,"
+        raise InputError(f"{what} does not fit: {reason} the weight {brief(name)}; {REMEDY}")
+    for name, weight in weights.items():
+        check_like(weight, wanted[name], f"{what} does not fit: the weight {name}")
+    return weights
+
+
+def read_optimizer(path: Path, what: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return a state for `optimizer.load_state_dict` from a file of torch.save.
+
+    The groups keep all settings of `optimizer` but the learning rate. The tensors are mapped,
+    checked against the parameters, and only then copied.
+
+    Raises InputError where the file is damaged or does not fit the parameters.
+    """
+    with foreign(what, REMEDY):
+        _check_zip(path)
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        states, groups = dict(saved["state"]), list(saved["param_groups"])
+        rates = [float(group["lr"]) for group in groups]
+        indices = [list(group["params"]) for group in groups]
+    mine = optimizer.state_dict()["param_groups"]
+    if indices != [group["params"] for group in mine]:
+        raise InputError(f"{what} does not fit: it groups other parameters; {REMEDY}")
+    if not all(math.isfinite(rate) and rate >= 0 for rate in rates):
+        raise InputError(f"{what} is damaged: the learning rates are {brief(rates)}; {REMEDY}")
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    copies = {}
+    for index, state in states.items():
+        if type(index) is not int or not 0 <= index < len(parameters):
+            raise InputError(f"{what} does not fit: no parameter is {brief(index)}; {REMEDY}")
+        copies[index] = _copy(state, parameters[index], f"{what} does not fit: parameter {index}")
+    groups = [group | {"lr": rate} for group, rate in zip(mine, rates, strict=True)]
+    return {"state": copies, "param_groups": groups}
+
+
+def _check_zip(path: Path) -> None:
+    """Refuse an archive that would unpack to more bytes than it has."""
+    with zipfile.ZipFile(path) as archive:
+        if sum(entry.file_size for entry in archive.infolist()) > path.stat().st_size:
+            raise ValueError("it unpacks to more bytes than it has")
+
+
+def _copy(state: Any, parameter: Tensor, what: str) -> dict[str, Tensor]:
+    """Copy one parameter's step count and moments, once they are known to fit it."""
+    if not isinstance(state, dict) or state.keys() != {"step", *MOMENTS}:
+        raise InputError(f"{what} has not a step, exp_avg and exp_avg_sq; {REMEDY}")
+    check_like(state["step"], torch.zeros(()), f"{what}: step")
+    if not 0 <= float(state["step"]) < 2**31:
+        raise InputError(f"{what}: step is {float(state['step'])}; {REMEDY}")
+    for name in MOMENTS:
+        check_like(state[name], parameter, f"{what}: {name}")
+    return {name: value.clone() for name, value in state.items()}
+
+
+def check_like(tensor: Any, wanted: Tensor, what: str) -> None:
+    """Refuse a value that is not a dense tensor of the shape and dtype of `wanted`."""
+    dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided
+    if not dense or tensor.device.type == "meta":
+        raise InputError(f"{what} is not a dense tensor; {REMEDY}")
+    if (tensor.shape, tensor.dtype) != (wanted.shape, wanted.dtype):
+        raise InputError(
+            f"{what} is {tensor.dtype} {list(tensor.shape)}, not "
+            f"{wanted.dtype} {list(wanted.shape)}; {REMEDY}"
+        )
