@@ -22,6 +22,7 @@ BORDERS = {  # a pairwise choice: each value of a field meets most values of the
     "Parcae": {"start": "noise", "inject": "contractive", "loop_signal": "add", "prelude": 1},
     "adapter, modulated": {"inject": "adapter", "loop_signal": "modulate", "coda": 1},
     "Ouro": {"loop_norm": "each"},
+    "modulated": {"loop_signal": "modulate"},
     "noise": {"start": "noise", "inject": "convex", "loop_signal": "modulate"},
 }  # fmt: skip
 
