@@ -21,6 +21,8 @@ class ResidualChoice(NamedTuple):
 # The registry of residual rules. A new rule is a file in deeploop/model/residual/ and a line here.
 RESIDUALS = {
     "pre_norm": ResidualChoice("deeploop.model.residual.pre_norm:PreNorm"),
+    "post_norm": ResidualChoice("deeploop.model.residual.post_norm:PostNorm"),
+    "peri_norm": ResidualChoice("deeploop.model.residual.peri_norm:PeriNorm"),
     "deepnorm": ResidualChoice(
         "deeploop.model.residual.deepnorm:DeepNorm", scaling.DEEPNORM_EXPONENT
     ),
@@ -125,6 +127,29 @@ class ModelConfig:
         int, flag("blocks P before the loop, run once; dense SwiGLU"), NOT_NEGATIVE
     ] = 0
     coda: Annotated[int, flag("blocks C after the loop, run once; dense SwiGLU"), NOT_NEGATIVE] = 0
+    start: Annotated[
+        Literal["embedding", "noise"],
+        flag("state before the first loop: the loops' input, or noise (Huginn)"),
+    ] = "embedding"
+    start_std: Annotated[
+        float, flag("std of the noise of start=noise, a truncated normal"), NOT_NEGATIVE
+    ] = 0.4**0.5
+    inject: Annotated[
+        Literal["none", "add", "convex", "adapter", "contractive"],
+        flag("mixing of the loops' input into the state at the start of a loop"),
+    ] = "none"
+    adapter_init: Annotated[
+        Literal["identity", "random"],
+        flag("initial map of inject=adapter: [I, 0] passes the state on; random as Huginn's"),
+    ] = "identity"
+    loop_norm: Annotated[
+        Literal["none", "each", "last"],
+        flag("the final norm also after each loop (Ouro) or after the last, before the coda"),
+    ] = "none"
+    loop_signal: Annotated[
+        Literal["none", "add", "modulate"],
+        flag("the loop's number, added as a sinusoid (UT) or scaling inputs and outputs"),
+    ] = "none"
     n_heads: Annotated[int, flag("attention heads; must divide d_model"), POSITIVE] = 3
     d_ff: Annotated[
         int,

@@ -33,6 +33,12 @@ def forward_flops(m: ModelConfig, loops: int) -> float:
     return loops * m.n_layers * (2 * block_weights(m) + 4 * m.d_model * m.seq_len)
 
 
+def injection_flops(m: ModelConfig, loops: int) -> float:
+    """Count the forward FLOPs of one token of the injection's matrix products in some loops."""
+    in_each_loop, once = {"adapter": (1, 1), "contractive": (0, 1)}.get(m.inject, (0, 0))
+    return 2 * m.d_model**2 * (in_each_loop * loops + once)
+
+
 def unlooped_flops(m: ModelConfig, blocks: int) -> float:
     """Count the forward FLOPs of one token through blocks before or after the loops."""
     return blocks * (2 * dense_block_weights(m) + 4 * m.d_model * m.seq_len)
@@ -52,16 +58,16 @@ def flops_per_token(config: Config) -> float:
     under a rule that injects its output.
     """
     m = config.model
-    injects = residual_rule(m).uses_input
+    injects = residual_rule(m).uses_input or m.inject != "none"
     prelude = unlooped_flops(m, m.prelude)
     loss = 2 * m.vocab_size * m.d_model + unlooped_flops(m, m.coda)
     total = 0.0
     for i, s in enumerate(segments(config.train, m.loops)):
         total += forward_flops(m, len(s.no_grad_loops)) + 3 * (
-            forward_flops(m, len(s.loops)) + loss
+            forward_flops(m, len(s.loops)) + injection_flops(m, len(s.loops)) + loss
         )
         if s.no_grad_loops:
-            total += prelude
+            total += prelude + injection_flops(m, len(s.no_grad_loops))
         if injects or (i == 0 and not s.no_grad_loops):
             total += 3 * prelude
     return total

@@ -53,6 +53,7 @@ def init_weights(model: "LoopLM") -> None:
                 router.normal_(std=config.d_model**-0.5)
             if config.moe.router_copied:
                 copy_router(branch)
+    model.borders.init_weights()
 
 
 def _swiglu_(gate_up: Tensor, down: Tensor, width: int, d_model: int, gain: float) -> None:

@@ -1,14 +1,16 @@
 """LoopLM: a causal language model whose core blocks run many times over.
 
     e = prelude(embed(tokens))            P blocks, run once
-    s = e
+    s = start(e)                          e itself, or noise
     for loop in range(R):                 K physical blocks, the same weights in every loop
-        s = rule.start_loop(s, e)
+        s = rule.start_loop(inject(s, e))
         for visit in core: s = rule(s, visit.branch(s.n))
     logits = head(norm(coda(s)))          C blocks, run once
 
 The residual rule (`deeploop.model.residual`) is the one thing that differs between DeepLoop
-(arXiv 2607.13491), LOOM (arXiv 2610.01153) and the pre-norm baseline.
+(arXiv 2607.13491), LOOM (arXiv 2610.01153) and the pre-norm baseline; Huginn (arXiv 2502.05171),
+Ouro (arXiv 2510.25741) and others also differ in `start`, `inject` (`deeploop.model.injection`),
+in a norm between loops and in the loop's number as an input (`deeploop.model.loop_signal`).
 """
 
 # An annotation that is evaluated inside `run` would break the graph of torch.compile.
@@ -23,11 +25,12 @@ from torch import Tensor, nn
 from deeploop.config import ModelConfig
 from deeploop.config.train import Recompute
 from deeploop.model.attention import AttentionContext, rope_tables
+from deeploop.model.borders import LoopBorders
 from deeploop.model.init import init_weights
 from deeploop.model.kv.cache import KVCache
 from deeploop.model.recompute import maybe_checkpoint
 from deeploop.model.residual import residual_rule
-from deeploop.model.state import LoopState, OnVisit, Visit, visits
+from deeploop.model.state import LoopState, OnVisit, Visit, gain_in, visits
 from deeploop.model.sublayer import Sublayer, block
 from deeploop.utils.device import autocast_dtype
 from deeploop.utils.errors import InputError
@@ -62,6 +65,7 @@ class LoopLM(nn.Module):
         self.prelude = self._blocks(config.prelude, looped=False)
         self.sublayers = self._blocks(config.n_layers)
         self.coda = self._blocks(config.coda, looped=False)
+        self.borders = LoopBorders(config, self.rule)
         cos, sin = rope_tables(config.seq_len, d // config.n_heads, config.rope_base)
         self.register_buffer("cos", cos.float(), persistent=False)
         self.register_buffer("sin", sin.float(), persistent=False)
@@ -91,6 +95,7 @@ class LoopLM(nn.Module):
         loops: int | None = None,
         cache: KVCache | None = None,
         on_visit: OnVisit | None = None,
+        keys: Tensor | None = None,
     ) -> Tensor:
         """Run all loops: tokens int64 [B, T] -> final states [B, T, d_model], normalised.
 
@@ -101,6 +106,8 @@ class LoopLM(nn.Module):
                 router take that one.
             cache: keys and values of the tokens before (`new_cache`).
             on_visit: called with each visit and the stream after it.
+            keys: int64 [B], what the noise of each sequence's start is drawn from
+                (`deeploop.model.noise`); None: 0 for all.
 
         Raises:
             InputError: fewer than one loop, too long a sequence, or a cache that does not fit.
@@ -110,7 +117,7 @@ class LoopLM(nn.Module):
             raise InputError(f"loops={loops}: needs at least one loop")
         if cache is not None:
             cache.check(len(tokens), loops)
-        s = self.run(tokens, range(loops), cache=cache, on_visit=on_visit)
+        s = self.run(tokens, range(loops), cache=cache, on_visit=on_visit, keys=keys)
         n = self.output(s, tokens, cache=cache, on_visit=on_visit)
         if cache is not None:
             cache.advance(tokens.shape[1])
@@ -126,6 +133,7 @@ class LoopLM(nn.Module):
         on_visit: OnVisit | None = None,
         recompute: Recompute = "none",
         by_loop: Sequence[Sequence[Sublayer]] | None = None,
+        keys: Tensor | None = None,
     ) -> LoopState:
         """Run some loops; returns the state after them, for `output` or for the loops to come.
 
@@ -136,32 +144,38 @@ class LoopLM(nn.Module):
             recompute: keep only the inputs of each visit or loop for backward, and run it again
                 there; experts are not chosen again.
             by_loop: other sublayers for each loop, such as copies with gradients of their own.
+            keys: of the noise, as in `forward`.
         """
-        rule, core = self.rule, by_loop or [self.sublayers] * loops.stop
+        core, borders = by_loop or [self.sublayers] * loops.stop, self.borders
         with span("embedding"):
             e = self.embed(tokens)
             rope = self.rope(tokens, cache, autocast_dtype(e))
-        if state is None or (rule.uses_input and self.prelude):
-            start = self._start(e, rope, core[loops.start][0].gain_in, cache, on_visit)
-            e, s = start.h, start if state is None else state
+        if state is None or (borders.uses_input and self.prelude):
+            first_gain = gain_in(core[loops.start][0], borders.factors(loops.start)[0])
+            start = self._prelude(e, rope, first_gain, cache, on_visit)
+            position = 0 if cache is None else cache.length
+            e, s = start.h, borders.start(start, position, keys) if state is None else state
         else:
             s = state
+        x = borders.prepare(e)
 
         def visit_once(s: LoopState, visit: Visit, on_visit: OnVisit | None) -> LoopState:
             return self._visit(s, visit, rope, cache, on_visit)
 
         def loop_once(s: LoopState, loop: int, on_visit: OnVisit | None) -> LoopState:
-            norm = loop + 1 == loops.stop or not rule.starts_fresh
-            first, *rest = visits(core[loop], loop, self.config.prelude, after(loop, norm), norm)
+            norm = borders.norms_after(last=loop + 1 == loops.stop)
+            gain = gain_after(loop) if norm else None
+            prelude, factors = self.config.prelude, borders.factors(loop)
+            first, *rest = visits(core[loop], loop, prelude, gain, norm, factors)
             with span("updates"):
-                s = rule.start_loop(s, e, first)
+                s = borders.start_loop(s, e, x, first)
             for visit in (first, *rest):
                 s = maybe_checkpoint(visit_once, recompute == "visit")(s, visit, on_visit)
-            return s
+            return borders.end_loop(s, self.final_gain)
 
-        def after(loop: int, norm: bool) -> Tensor | None:
+        def gain_after(loop: int) -> Tensor | None:
             if loop + 1 < loops.stop:
-                return core[loop + 1][0].gain_in if norm else None
+                return gain_in(core[loop + 1][0], borders.factors(loop + 1)[0])
             return self.coda[0].gain_in if self.coda else self.final_gain
 
         for loop in loops:
@@ -177,6 +191,7 @@ class LoopLM(nn.Module):
         on_visit: OnVisit | None = None,
     ) -> Tensor:
         """Turn the state after the last loop into final normalised states, through the coda."""
+        s = self.borders.after_loops(s, self.final_gain, self.coda)
         if self.coda:
             rope = self.rope(tokens, cache, s.normed.dtype)
             first = self.config.prelude + self.config.n_layers
@@ -184,7 +199,7 @@ class LoopLM(nn.Module):
                 s = self._visit(s, visit, rope, cache, on_visit)
         return s.normed
 
-    def _start(
+    def _prelude(
         self,
         e: Tensor,
         rope: tuple[Tensor, Tensor],
@@ -192,11 +207,11 @@ class LoopLM(nn.Module):
         cache: KVCache | None,
         on_visit: OnVisit | None,
     ) -> LoopState:
-        """Return the state before the first loop: the embedding, through the prelude."""
+        """Return the loops' input as a state: the embedding, through the prelude."""
         s = LoopState(e)
         if not self.prelude:
             return s
-        n = F.rms_norm(e, e.shape[-1:], self.prelude[0].gain_in, self.config.norm_eps)
+        n = self.rule.input(e, self.prelude[0].gain_in)
         s = s._replace(n=n.to(autocast_dtype(e)))
         for visit in visits(self.prelude, None, 0, next_gain):
             s = self._visit(s, visit, rope, cache, on_visit)

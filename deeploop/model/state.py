@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from deeploop.model.attention import AttentionContext
+from deeploop.model.loop_signal import Modulation
 from deeploop.model.moe.layer import MoE, Routed
 from deeploop.model.sublayer import Sublayer
 
@@ -25,14 +26,18 @@ class Visit(NamedTuple):
     next_gain: Tensor | None  # [d_model] gain of the following norm; None: all ones
     norm: bool = True  # False: no norm follows, as the next loop starts with one
     ends_loop: bool = False  # the last visit of its loop
+    gain_in: Tensor | None = None  # [d_model] gain of the norm before it; None: all ones
+    gate: Tensor | None = None  # [d_model] factor of the branch's output; None: 1
 
     def branch(self, n: Tensor, context: AttentionContext) -> "Tensor | Routed":
         """Run the sublayer's branch on its normalised input [B, T, d_model]."""
         branch = self.sublayer.branch
         # The router's matrix, not the loop's number: a compiled branch then serves every loop.
         if isinstance(branch, MoE):
-            return branch(n, branch.router(self.loop or 0))
-        return branch(n, context)
+            f = branch(n, branch.router(self.loop or 0))
+        else:
+            f = branch(n, context)
+        return f if self.gate is None else gated(f, self.gate)
 
 
 OnVisit = Callable[[Visit, Tensor], None]  # called with each visit and the stream after it
@@ -68,6 +73,7 @@ def visits(
     first_block: int,
     next_gain: Tensor | None,
     norm: bool = True,
+    modulation: Sequence[Modulation] | None = None,
 ) -> Iterator[Visit]:
     """Yield a visit of each sublayer, in order.
 
@@ -77,11 +83,31 @@ def visits(
         first_block: index of the first block among all blocks.
         next_gain: gain [d_model] of the norm after the last visit.
         norm: whether a norm follows the last visit.
+        modulation: factors of each sublayer in this loop (`deeploop.model.loop_signal`).
     """
+    factors = modulation or [None] * len(sublayers)
+    gains = [gain_in(s, m) for s, m in zip(sublayers, factors, strict=True)]
     last = len(sublayers) - 1
     for j, sublayer in enumerate(sublayers):
-        block = first_block + j // 2
-        if j < last:
-            yield Visit(loop, block, j, sublayer, sublayers[j + 1].gain_in)
-        else:
-            yield Visit(loop, block, j, sublayer, next_gain, norm, ends_loop=loop is not None)
+        ends = j == last
+        yield Visit(
+            loop, first_block + j // 2, j, sublayer, next_gain if ends else gains[j + 1],
+            norm=norm or not ends, ends_loop=ends and loop is not None, gain_in=gains[j],
+            gate=None if (m := factors[j]) is None else m.gate,
+        )  # fmt: skip
+
+
+def gain_in(sublayer: Sublayer, modulation: Modulation | None = None) -> Tensor | None:
+    """Return the gain [d_model] of the norm before a sublayer in one loop; None: all ones."""
+    gain = sublayer.gain_in
+    if modulation is None:
+        return gain
+    return modulation.scale if gain is None else gain * modulation.scale
+
+
+def gated(f: "Tensor | Routed", gate: Tensor) -> "Tensor | Routed":
+    """Multiply a branch's output by gate [d_model], in the output's dtype."""
+    if isinstance(f, Tensor):
+        return f * gate.to(f.dtype)
+    shared = None if f.shared is None else f.shared * gate.to(f.shared.dtype)
+    return f._replace(expert_out=f.expert_out * gate.to(f.expert_out.dtype), shared=shared)

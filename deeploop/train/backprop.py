@@ -45,6 +45,7 @@ def run_segment(
     state: LoopState | None = None,
     on_visit: OnVisit | None = None,
     chunk_rows: int | None = None,
+    keys: Tensor | None = None,
 ) -> SegmentResult:
     """Run forward, loss and backward of one segment on one micro-batch; gradients add up.
 
@@ -57,6 +58,7 @@ def run_segment(
         state: state after the loops before; None for the first segment.
         on_visit: called with each visit and the stream after it.
         chunk_rows: rows of logits alive at once (`deeploop.model.loss`).
+        keys: int64 [B], of the start's noise (`deeploop.model.noise`).
 
     Raises nothing on a loss that is not finite.
     """
@@ -67,9 +69,13 @@ def run_segment(
     with span(f"{name} forward"), autocast(tokens.device, t.precision):
         if segment.no_grad_loops:
             with torch.no_grad():
-                before = model.run(tokens, segment.no_grad_loops, state, on_visit=on_visit)
+                before = model.run(
+                    tokens, segment.no_grad_loops, state, on_visit=on_visit, keys=keys
+                )
             state, loads = model.rule.detach(before), before.expert_loads
-        s = model.run(tokens, segment.loops, state, on_visit=on_visit, recompute=t.recompute)
+        s = model.run(
+            tokens, segment.loops, state, on_visit=on_visit, recompute=t.recompute, keys=keys
+        )
         n = model.output(s, tokens, on_visit=on_visit)
         with span("loss"):
             loss = linear_cross_entropy(n, model.head, targets, chunk_rows) / batch_tokens

@@ -72,11 +72,12 @@ def resolve(config: Config, corpus: Corpus, ranks: Ranks) -> Config:
         )
     m, t = config.model, config.train
     cut_off = t.backprop == "last" and t.backprop_loops < m.loops
-    if m.prelude and cut_off and not residual_rule(m).uses_input:
+    read_again = m.inject != "none" or residual_rule(m).uses_input
+    if m.prelude and cut_off and not read_again:
         raise InputError(
             f"model.prelude={m.prelude}: gets no gradient with train.backprop=last under "
-            f"model.residual={m.residual}, which injects nothing into later loops; use full or "
-            "segments, or model.prelude 0"
+            f"model.residual={m.residual} and model.inject=none, where later loops do not read its "
+            "output; use full or segments, model.inject, or model.prelude 0"
         )
     if m.moe.experts and m.moe.backend == "grouped_mm":
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
@@ -115,13 +116,18 @@ def describe(trainer: Trainer) -> list[str]:
         blocks = f"{m.prelude} + {m.n_layers} x {m.loops} loops + {m.coda} blocks"
     scales = trainer.model.rule.describe()
     scale = f", {scales}" if scales else ""
+    borders = "".join(
+        f", {name.replace('_', ' ')} {value}"
+        for name in ("start", "inject", "loop_norm", "loop_signal")
+        if (value := getattr(m, name)) != getattr(type(m)(), name)
+    )
     experts = ""
     if m.moe.experts:
         e = m.moe
         experts = f"; experts: {e.backend}, {e.top_k} of {e.experts} + {e.shared} shared"
     return [
         f"model    {c.preset}: {m.residual}, {blocks}, "
-        f"width {m.d_model}, {count_parameters(trainer.model):,} parameters{scale}",
+        f"width {m.d_model}, {count_parameters(trainer.model):,} parameters{scale}{borders}",
         f"data     {trainer.corpus.describe()}",
         f"paths    {device_name(trainer.device)}, {c.train.precision}; updates: {kernels}; "
         f"attention: PyTorch{experts}; loss: chunked cross-entropy"
@@ -150,6 +156,10 @@ def without_effect(config: Config) -> list[str]:
         )
         if e.value != default.value
     ]
+    for name, needed in (("start_std", "start=noise"), ("adapter_init", "inject=adapter")):
+        field, value = needed.split("=")
+        if getattr(m, name) != getattr(type(m)(), name) and getattr(m, field) != value:
+            lines.append(f"model.{name}={getattr(m, name)}: no effect without model.{needed}")
     if t.backprop == "full" and t.backprop_loops != type(t)().backprop_loops:
         lines.append(f"train.backprop_loops={t.backprop_loops}: no effect with train.backprop=full")
     return lines

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +20,19 @@ from deeploop.utils.distributed import Ranks
 from deeploop.utils.spans import span
 
 
+class MicroBatch(NamedTuple):
+    """Some sequences of a batch, each tensor on the model's device."""
+
+    tokens: Tensor  # int64 [B, T]
+    targets: Tensor  # int64 [B, T]
+    keys: Tensor | None = None  # int64 [B], of the start's noise (`deeploop.model.noise`)
+
+
 def train_step(
     model: LoopLM,
     optimizer: torch.optim.AdamW,
     config: Config,
-    micro_batches: Sequence[tuple[Tensor, Tensor]],
+    micro_batches: Sequence[MicroBatch | tuple[Tensor, Tensor]],
     lr: float,
     *,
     ranks: Ranks = Ranks(),  # noqa: B008
@@ -37,7 +46,7 @@ def train_step(
     Args:
         model, optimizer: updated in place (`deeploop.train.optim.adamw`).
         config: of the run; `config.train.batch_size` sequences are the whole batch.
-        micro_batches: this rank's (tokens, targets), each int64 [B, T].
+        micro_batches: this rank's sequences; pairs of tokens and targets will do.
         lr: learning rate of this step.
         ranks: processes that share the batch; gradients are summed over them.
         observe: also measure the stream's RMS after each loop.
@@ -53,12 +62,13 @@ def train_step(
     states: list[LoopState | None] = [None] * len(micro_batches)
     groups = groups or optimizer_steps(config.train, config.model.loops)
     for group in groups:
-        for i, (x, y) in enumerate(micro_batches):
+        for i, batch in enumerate(micro_batches):
+            x, y, keys = MicroBatch(*batch)
             for segment in group:
                 on_visit = metrics.on_visit(segment)
                 with around(segment):
                     result = run_segment(
-                        model, config, segment, x, y, states[i], on_visit, chunk_rows
+                        model, config, segment, x, y, states[i], on_visit, chunk_rows, keys
                     )
                 metrics.add(segment, result, x.numel())
                 states[i] = result.state

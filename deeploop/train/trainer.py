@@ -20,13 +20,14 @@ from deeploop.data.corpus import Corpus
 from deeploop.eval.generate import sample
 from deeploop.eval.validate import bits_per_byte, held_out_targets, validate
 from deeploop.model.looplm import LoopLM, count_parameters
+from deeploop.model.noise import sequence_keys
 from deeploop.runs import checkpoint
 from deeploop.runs.metrics_file import MetricsFile
 from deeploop.train.finite import first_nonfinite, state_is_finite, stream_is_finite
 from deeploop.train.metrics import StepMetrics, largest_rms
 from deeploop.train.optim import adamw, learning_rate
 from deeploop.train.progress import ProgressBar
-from deeploop.train.step import train_step
+from deeploop.train.step import MicroBatch, train_step
 from deeploop.train.stop import stop_signals
 from deeploop.train.throughput import Throughput
 from deeploop.utils.console import open_console
@@ -154,11 +155,12 @@ class Trainer:
         """Take the next step of the run (`deeploop.train.step`)."""
         with span("data"):
             self.inputs, targets = self.batch()
+            whole = [self.inputs, targets]
+            if self.config.model.start == "noise":
+                whole.append(sequence_keys(self.config.train.seed, self.done, self.sequences))
             micro_batches = [
-                (self.send(x), self.send(y))
-                for x, y in zip(
-                    self.inputs.split(self.micro), targets.split(self.micro), strict=True
-                )
+                MicroBatch(*map(self.send, tensors))
+                for tensors in zip(*(x.split(self.micro) for x in whole), strict=True)
             ]
         lr = learning_rate(self.done, self.config.train)
         metrics = train_step(

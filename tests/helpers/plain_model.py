@@ -11,6 +11,7 @@ import torch
 from deeploop.model.attention import Attention, rope_tables
 from deeploop.model.looplm import LoopLM
 from deeploop.model.mlp import SwiGLU
+from deeploop.model.noise import truncated_normal
 from deeploop.model.state import LoopState, Visit
 
 # Not the defaults, so that a value written into the code shows.
@@ -25,8 +26,8 @@ def scattered(model: LoopLM) -> LoopLM:
     for name, p in model.named_parameters():
         if "norm" in name:
             p.data.uniform_(0.5, 1.5)
-        if "router" in name:
-            p.data.normal_()
+        if "router" in name or "borders" in name:
+            p.data.normal_(std=1.0 if "router" in name else 0.3)
     for name, b in model.named_buffers():
         if name.endswith("bias"):
             b.uniform_(-0.3, 0.3)
@@ -87,7 +88,41 @@ def plain_branch(branch, x, config, loop=0):
     return plain_moe(branch, x, branch.routers[min(loop, len(branch.routers) - 1)])
 
 
-def plain_forward(model: LoopLM, tokens, loops=None):
+def plain_injection(model, s, e, loop):
+    """The injections from their definitions (Huginn's adapter on [s; e], Parcae's recurrence)."""
+    c, inject = model.config, model.borders.injection
+    skips = loop == 0 and c.start == "embedding"
+    if c.inject == "add":
+        return s if skips else s + e
+    if c.inject == "convex":
+        g = min(1.0, 0.5 / ((loop + 1) * c.n_layers**0.5))
+        return s if skips else (1 - g) * s + g * e
+    if c.inject == "adapter":
+        return torch.cat([s, e], -1) @ inject.linear.weight.T
+    if c.inject == "contractive":
+        dt = (1 + inject.raw_step.exp()).log()
+        return torch.exp(-dt * inject.log_rate.exp()) * s + dt * (e @ inject.linear.weight.T)
+    return s
+
+
+def plain_signal(loop, d):
+    t = loop + 1
+    angles = [t / 10000 ** (k / (d // 2)) for k in range(d // 2)]
+    values = [math.sin(a) for a in angles] + [math.cos(a) for a in angles]
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def plain_modulation(model, loop, j):
+    """Factors of a sublayer's input and output: 1 + a linear map of a SiLU layer."""
+    modulation, d = model.borders.modulation, model.config.d_model
+    if modulation is None:
+        return 1.0, 1.0
+    y = modulation.hidden.weight @ plain_signal(loop, d) + modulation.hidden.bias
+    y = modulation.factors.weight @ (y * torch.sigmoid(y)) + modulation.factors.bias
+    return 1 + y[2 * j * d : (2 * j + 1) * d], 1 + y[(2 * j + 1) * d : (2 * j + 2) * d]
+
+
+def plain_forward(model: LoopLM, tokens, loops=None, keys=None):
     """Final normalised states [B, T, d_model], from a model's weights and its rule's reference.
 
     The norms before branches and head are written here, those of the rule in its reference.
@@ -97,18 +132,35 @@ def plain_forward(model: LoopLM, tokens, loops=None):
         rule.embed(model.embed_tokens.weight[tokens], model.norm_embed and model.norm_embed.weight)
     )
 
+    def normed(h, gain):
+        if not rule.norms_input:
+            return h if gain is None else h * gain
+        return rms_norm(h, gain, c.norm_eps)
+
     def walk(s, sublayers, loop):
         for j, sublayer in enumerate(sublayers):
-            n = rms_norm(s.h, sublayer.gain_in, c.norm_eps)
-            f = plain_branch(sublayer.branch, n, c, loop or 0)
+            scale, gate = (1.0, 1.0) if loop is None else plain_modulation(model, loop, j)
+            n = normed(s.h, sublayer.gain_in) * scale
+            f = plain_branch(sublayer.branch, n, c, loop or 0) * gate
             s = rule.reference(s, f, Visit(loop, j // 2, j, sublayer, None))
         return s
 
     s = walk(s, model.prelude, None)
     e = s.h
+    if c.start == "noise":
+        keys = torch.zeros(len(tokens), dtype=torch.int64) if keys is None else keys
+        s = LoopState(truncated_normal(keys, range(tokens.shape[1]), c.d_model, c.start_std).to(e))
     for loop in range(c.loops if loops is None else loops):
+        h = s.h + plain_signal(loop, c.d_model) if c.loop_signal == "add" else s.h
+        s = s._replace(h=plain_injection(model, h, e, loop))
         s = walk(rule.start_reference(s, e, loop), model.sublayers, loop)
-    return rms_norm(walk(s, model.coda, None).h, model.final_gain, c.norm_eps)
+        if c.loop_norm == "each":
+            s = s._replace(h=rms_norm(s.h, model.final_gain, c.norm_eps))
+    if c.loop_norm == "last":
+        s = s._replace(h=rms_norm(s.h, model.final_gain, c.norm_eps))
+    if c.loop_norm != "none" and not model.coda:
+        return s.h
+    return normed(walk(s, model.coda, None).h, model.final_gain)
 
 
 def check_gradients(model: LoopLM, tokens, **tolerance):

@@ -27,6 +27,7 @@ class Residual(ABC):
 
     norms_embedding = True  # RMSNorm with a gain on the embedding
     final_gain = True  # whether the norm before the head has a gain
+    norms_input = True  # RMSNorm before each branch and before the head
     ties_head = True  # whether the head is the embedding's matrix
     uses_input = False  # whether start_loop reads the input e of the loops
     starts_fresh = False  # True if start_loop changes h: the visit before it takes no norm then
@@ -69,8 +70,14 @@ class Residual(ABC):
         """
         n = s.n
         if n is None:
-            n = F.rms_norm(s.h, s.h.shape[-1:], visit.sublayer.gain_in, self.eps)
+            n = self.input(s.h, visit.gain_in)
         return s._replace(n=n.to(autocast_dtype(s.h)))
+
+    def input(self, h: Tensor, gain: Tensor | None) -> Tensor:
+        """Return a branch's (or the head's) input: h [B, T, d_model] normed, times gain."""
+        if self.norms_input:
+            return F.rms_norm(h, h.shape[-1:], gain, self.eps)
+        return h if gain is None else h * gain
 
     @abstractmethod
     def __call__(self, s: LoopState, f: Tensor | Routed, visit: Visit) -> LoopState:

@@ -86,7 +86,7 @@ class Loom(Residual):
         return scaling.injection_weight(loop + 1, self.config.n_layers, self.loom.strength)
 
     def start_loop(self, s: LoopState, e: Tensor, visit: Visit) -> LoopState:
-        h, n, gain = s.h, s.n, visit.sublayer.gain_in
+        h, n, gain = s.h, s.n, visit.gain_in
         assert visit.loop is not None
         if visit.loop and self.loom.carry == "normalised":
             h, n = F.rms_norm(h, h.shape[-1:], eps=self.eps), None
