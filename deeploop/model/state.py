@@ -73,7 +73,7 @@ def visits(
     first_block: int,
     next_gain: Tensor | None,
     norm: bool = True,
-    modulation: Sequence[Modulation] | None = None,
+    modulation: Sequence[Modulation | None] | None = None,
 ) -> Iterator[Visit]:
     """Yield a visit of each sublayer, in order.
 
@@ -83,9 +83,9 @@ def visits(
         first_block: index of the first block among all blocks.
         next_gain: gain [d_model] of the norm after the last visit.
         norm: whether a norm follows the last visit.
-        modulation: factors of each sublayer in this loop (`deeploop.model.loop_signal`).
+        modulation: factors of each sublayer in this loop (`deeploop.model.loop_signal`), or None.
     """
-    factors = modulation or [None] * len(sublayers)
+    factors: Sequence[Modulation | None] = modulation or [None] * len(sublayers)
     gains = [gain_in(s, m) for s, m in zip(sublayers, factors, strict=True)]
     last = len(sublayers) - 1
     for j, sublayer in enumerate(sublayers):
