@@ -40,7 +40,9 @@ def test_the_first_rank_that_refuses_speaks_and_all_stop(rank, refusing, speaks)
 def test_options_that_every_rank_refuses_are_named_once(verb, rank, capsys, monkeypatch):
     ranks = Several(rank, 2)
     ranks.refusing = (0, 1)
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    place = {"WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    for name, value in (place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}).items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(
         "deeploop.utils.distributed.init_distributed", lambda: contextlib.nullcontext(ranks)
     )
