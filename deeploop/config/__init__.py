@@ -55,7 +55,10 @@ class Config:
         Raises InputError on unknown fields and on a missing section.
         """
         try:
-            values = renamed_fields(json.loads(text))
+            values = json.loads(text)
+            if not isinstance(values, dict):
+                raise TypeError(f"a JSON object is needed, this is a {type(values).__name__}")
+            values = renamed_fields(values)
             missing = [name for name in ("model", "data", "train") if name not in values]
             if missing:
                 raise KeyError(missing[0])

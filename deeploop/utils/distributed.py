@@ -118,7 +118,13 @@ def init_distributed() -> Iterator[Ranks]:
         torch.cuda.set_device(here.local_rank)
     try:
         # gloo beside nccl reduces tensors of the host, so that `any_rank` waits for no GPU.
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+        store, rank, world = next(dist.rendezvous("env://"))
+        # torchrun's store outlives a restart, with the addresses of the ranks that have died.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            store=dist.PrefixStore(f"attempt {attempt}", store), rank=rank, world_size=world,
+        )  # fmt: skip
     except RuntimeError as error:  # gloo raises a plain one, torch its DistError
         address = ":".join(os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT"))
         raise InputError(
