@@ -33,6 +33,21 @@ def pytest_cmdline_main(config):
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+@pytest.fixture(autouse=True)
+def short_sample(monkeypatch):
+    """Sample 8 tokens at the end of a run: 200 would take most of its time."""
+    monkeypatch.setattr("deeploop.train.trainer.SAMPLE_TOKENS", 8)
+
+
+@pytest.fixture
+def no_pictures(monkeypatch):
+    """Write the first bytes of a PNG for each picture, which take longer than a short run."""
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.savefig",
+        lambda _, file, **__: file.write(b"\x89PNG\r\n"),
+    )
+
+
 @pytest.fixture
 def corpus_file(tmp_path):
     """A small text with structure enough to learn from."""

@@ -12,6 +12,8 @@ import pytest
 import deeploop
 from deeploop.cli import main
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 ROOT = Path(deeploop.__file__).parents[1]
 READMES = sorted(ROOT.rglob("README.md"))
 READMES = [p for p in READMES if not any(x.startswith(".") for x in p.relative_to(ROOT).parts)]

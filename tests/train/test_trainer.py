@@ -18,6 +18,8 @@ from deeploop.train.setup import open_run
 from deeploop.train.trainer import due
 from deeploop.utils.errors import Diverged, InputError
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 
 def weights(folder):
     found = checkpoint.find(str(folder))
@@ -49,7 +51,7 @@ def test_a_run_learns_and_leaves_what_it_promises(config, quiet, tmp_path):
     assert all(len(m["residual_rms"]) == 2 for m in lines if "loss" in m)
     assert json.loads((run / "summary.json").read_text()) == summary
     assert summary["val_bits_per_byte"] == pytest.approx(summary["val_loss"] / math.log(2))
-    assert summary["tokens_per_second"] > 0 and len(summary["sample"]) > 32
+    assert summary["tokens_per_second"] > 0 and len(summary["sample"]) > 16
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
     saved = json.loads((run / "config.json").read_text())
     assert saved["model"]["vocab_size"] == 256

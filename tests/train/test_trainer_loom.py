@@ -15,6 +15,8 @@ from deeploop.train.progress import ProgressBar
 from deeploop.train.setup import describe, open_run, without_effect
 from deeploop.utils.errors import Diverged, InputError
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 
 @pytest.fixture
 def loom(config):

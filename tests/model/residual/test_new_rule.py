@@ -14,6 +14,8 @@ from deeploop.train.setup import describe, open_run
 from deeploop.utils.errors import InputError
 from tests.helpers.plain_model import check_gradients, scattered
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
 
 @pytest.fixture
 def ouro(config, monkeypatch):
