@@ -54,6 +54,7 @@ def init_weights(model: "LoopLM") -> None:
             if config.moe.router_copied:
                 copy_router(branch)
     model.borders.init_weights()
+    model.depth.init_weights()
 
 
 def _swiglu_(gate_up: Tensor, down: Tensor, width: int, d_model: int, gain: float) -> None:
