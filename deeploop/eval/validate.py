@@ -4,46 +4,49 @@ import math
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
-from deeploop.data.batches import val_batches
-from deeploop.data.corpus import Corpus
+from deeploop.data.batches import IGNORE
+from deeploop.data.source import Source
 from deeploop.model.looplm import LoopLM
 from deeploop.model.loss import linear_cross_entropy
 from deeploop.utils.device import autocast
 from deeploop.utils.distributed import Ranks
 
 
-def held_out_targets(corpus: Corpus, tokens: int) -> int:
-    """Return how many held-out tokens a validation of `tokens` tokens predicts; 0 means all."""
-    every = len(corpus.val) - 1
+def held_out_targets(corpus: Source, tokens: int) -> int:
+    """Return how many held-out targets a validation of `tokens` of them predicts; 0 means all."""
+    every = corpus.held_out_targets
     return min(tokens, every) if tokens else every
 
 
 @torch.no_grad()
 def validate(
     model: LoopLM,
-    corpus: Corpus,
+    corpus: Source,
     batch: int,
     precision: str,
     tokens: int = 0,
     ranks: Ranks = Ranks(),  # noqa: B008
     stop: Callable[[int], bool] = lambda done: False,
+    observe: Callable[[Tensor, Tensor], None] | None = None,
 ) -> float | None:
     """Return the mean cross-entropy in nats per held-out token.
 
     Args:
         batch: sequences per forward pass.
         precision: "bf16" or "fp32".
-        tokens: predict the first so many targets of `corpus.val`; 0 predicts all.
+        tokens: predict the first so many held-out targets; 0 predicts all.
         ranks: the batches are dealt out to these in turn, and every rank returns the mean.
         stop: called on every rank after each batch of its own with the number of targets read by
             all ranks; the validation ends where it returns True on any rank.
+        observe: called with the final states and the targets of each batch of this rank.
 
     Returns:
         The mean; None where `stop` ended the validation. It depends neither on `batch` nor on
         the number of ranks, but for the rounding of sums.
 
-    Every token but the first is a target once, in windows of `seq_len` without overlap.
+    Every token of a text but the first is a target once, in windows of `seq_len` without overlap.
     No expert drops a token: a capacity would make a token's loss depend on later tokens,
     on the other sequences of its batch and on padding. (LOOM's released code keeps its
     capacity in validation.)
@@ -54,24 +57,26 @@ def validate(
     total = torch.zeros((), dtype=torch.float64, device=device)
     training = model.training
     model.eval()
-    batches = val_batches(corpus.val, batch=batch, seq_len=seq_len, targets=count)
+    batches, done = corpus.held_out(batch, seq_len, count), 0
     try:
         for index, (inputs, targets) in enumerate(batches):
+            done += int((targets != IGNORE).sum())
             if index % ranks.world == ranks.rank:
                 with autocast(device, precision):
-                    n = model(inputs.to(device))
-                    total += linear_cross_entropy(n, model.head, targets.to(device))
-            if index % ranks.world == ranks.world - 1:  # a message between ranks, once a round
-                done = min(count, (index + 1) * batch * seq_len)
-                if ranks.any_rank(stop(done)):
-                    return None
+                    n, targets = model(inputs.to(device)), targets.to(device)
+                    total += linear_cross_entropy(n, model.head, targets)
+                    if observe is not None:
+                        observe(n, targets)
+            last = index % ranks.world == ranks.world - 1
+            if last and ranks.any_rank(stop(done)):  # a message between ranks, once a round
+                return None
     finally:
         model.train(training)
     ranks.all_reduce_([total])
     return float(total) / count
 
 
-def bits_per_byte(nats_per_token: float, corpus: Corpus, tokens: int = 0) -> float | None:
+def bits_per_byte(nats_per_token: float, corpus: Source, tokens: int = 0) -> float | None:
     """Convert nats per token to bits per UTF-8 byte of the text that was predicted.
 
     Args:

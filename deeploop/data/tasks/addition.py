@@ -11,22 +11,22 @@ is read before the next is predicted.
 
 import numpy as np
 
-from deeploop.data.tasks.base import Task, answers_at_end, digits
+from deeploop.data.tasks.base import NextTokenTask, digits, last
 from deeploop.data.tasks.draw import Draw
 
 
-class Addition(Task):
+class Addition(NextTokenTask):
     """Two numbers of `difficulty` digits and their sum of difficulty + 1 digits."""
 
     symbols = (".", "+", "=", *digits(range(10)))
 
-    def answers(self, difficulty: int) -> np.ndarray:
-        return answers_at_end(3 * difficulty + 3, difficulty + 1)
+    def places(self, difficulty: int) -> np.ndarray:
+        return last(difficulty + 1, 3 * difficulty + 3)
 
     def choices(self, difficulty: int) -> int:
         return 10
 
-    def tokens(self, draw: Draw, difficulty: int) -> np.ndarray:
+    def answered(self, draw: Draw, difficulty: int) -> np.ndarray:
         a, b = draw.below(10, 2, difficulty).swapaxes(0, 1)
         total = np.zeros((draw.n, difficulty + 1), np.int64)
         for place in range(difficulty - 1, -1, -1):

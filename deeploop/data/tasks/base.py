@@ -1,8 +1,9 @@
-"""The contract of a task: its vocabulary, its examples, and which tokens are answers.
+"""The contract of a task: its vocabulary, its examples, and where a model must answer.
 
-An example is a question and its answers as one sequence of tokens. The answers are the targets,
-next-token style: the model reads a token and predicts the one that follows. All other targets
-are IGNORE. An example is a pure function of (seed, split, index, difficulty).
+An example is a sequence of tokens, at some of which the model must predict an answer; all other
+targets are IGNORE. Most tasks are next-token sequences: the answers follow the question, and each
+is predicted at the token before it. An example is a pure function of (seed, split, index,
+difficulty).
 """
 
 from abc import ABC, abstractmethod
@@ -13,12 +14,11 @@ from deeploop.data.batches import IGNORE
 from deeploop.data.tasks.draw import Draw
 
 PAD = 0  # id after an example's end
+Example = tuple[np.ndarray, np.ndarray]  # inputs [n, length] and answers [n, answers], int64
 
 
 class Task(ABC):
-    """One task: `tokens` makes examples of a difficulty, `answers` says which tokens answer.
-
-    All examples of one difficulty have the same length and answers at the same places.
+    """One task. All examples of a difficulty have the same length, and answers at the same places.
 
     Attributes:
         symbols: text of each id; id 0 pads.
@@ -31,44 +31,41 @@ class Task(ABC):
         return len(self.symbols)
 
     @abstractmethod
-    def answers(self, difficulty: int) -> np.ndarray:
-        """Return which tokens of an example are answers: bool [length]; the first never is."""
+    def places(self, difficulty: int) -> np.ndarray:
+        """Return at which tokens of an example an answer is predicted: bool [length]."""
 
     @abstractmethod
-    def tokens(self, draw: Draw, difficulty: int) -> np.ndarray:
-        """Make draw.n examples: ids, int64 [n, length]."""
+    def examples(self, draw: Draw, difficulty: int) -> Example:
+        """Make draw.n examples: the tokens that a model reads, and the answers in their order."""
 
     @abstractmethod
     def choices(self, difficulty: int) -> int:
         """Return how many answers are equally likely to one who reads the format alone."""
 
-    def seq_len(self, difficulty: int) -> int:
-        """Return the tokens that a model reads of an example: all but the last."""
-        return len(self.answers(difficulty)) - 1
+    def length(self, difficulty: int) -> int:
+        """Return the tokens that a model reads of an example."""
+        return len(self.places(difficulty))
 
     def targets(self, difficulty: np.ndarray) -> np.ndarray:
-        """Return the number of answer tokens of examples: int64 [n] -> int64 [n]."""
+        """Return the number of answers in examples: difficulties int64 [n] -> int64 [n]."""
         levels, place = np.unique(difficulty, return_inverse=True)
-        return np.array([self.answers(int(d)).sum() for d in levels], np.int64)[place]
+        return np.array([self.places(d).sum() for d in levels.tolist()], np.int64)[place]
 
-    def sample(
-        self, keys: np.ndarray, difficulty: np.ndarray, seq_len: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Make examples and pad them: (inputs, targets), int64 [n, seq_len].
+    def sample(self, keys: np.ndarray, difficulty: np.ndarray, seq_len: int) -> Example:
+        """Make examples and pad them: inputs and targets, each int64 [n, seq_len].
 
         Args:
             keys: uint64 [n], of `deeploop.data.tasks.draw.example_keys`.
             difficulty: int64 [n].
-            seq_len: at least `seq_len(d)` of each difficulty d.
+            seq_len: at least the `length` of each difficulty.
         """
         inputs = np.full((len(keys), seq_len), PAD, np.int64)
         targets = np.full((len(keys), seq_len), IGNORE, np.int64)
         for d in np.unique(difficulty).tolist():
-            rows = np.flatnonzero(difficulty == d)
-            tokens, answers = self.tokens(Draw(keys[rows], d), d), self.answers(d)
-            length = len(answers) - 1
-            inputs[rows, :length] = tokens[:, :-1]
-            targets[rows, :length] = np.where(answers[1:], tokens[:, 1:], IGNORE)
+            rows, places = np.flatnonzero(difficulty == d), np.flatnonzero(self.places(d))
+            tokens, answers = self.examples(Draw(keys[rows], d), d)
+            inputs[rows, : tokens.shape[1]] = tokens
+            targets[rows[:, None], places] = answers
         return inputs, targets
 
     def ids(self, *symbols: str) -> np.ndarray:
@@ -80,9 +77,21 @@ class Task(ABC):
         return " ".join(self.symbols[i] for i in tokens.tolist())
 
 
-def answers_at_end(length: int, count: int) -> np.ndarray:
-    """Return the mask of a sequence whose last `count` tokens are answers: bool [length]."""
-    return np.arange(length) >= length - count
+class NextTokenTask(Task):
+    """A task whose answers follow the question and are read like any token of a text."""
+
+    @abstractmethod
+    def answered(self, draw: Draw, difficulty: int) -> np.ndarray:
+        """Make draw.n examples with their answers: int64 [n, length + 1]."""
+
+    def examples(self, draw: Draw, difficulty: int) -> Example:
+        tokens = self.answered(draw, difficulty)
+        return tokens[:, :-1], tokens[:, 1:][:, self.places(difficulty)]
+
+
+def last(count: int, length: int) -> np.ndarray:
+    """Return the places before the last `count` tokens of a sequence: bool [length - 1]."""
+    return np.arange(1, length) >= length - count
 
 
 def digits(numbers: range) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ mazes as pictures and marks the cells of the way.
 
 import numpy as np
 
-from deeploop.data.tasks.base import Task, answers_at_end
+from deeploop.data.tasks.base import NextTokenTask, last
 from deeploop.data.tasks.draw import Draw
 
 SIDE = 5
@@ -30,7 +30,7 @@ _SECOND = np.concatenate((_EAST + 1, _SOUTH + SIDE))
 _BIT = np.repeat((1, 2), (len(_EAST), len(_SOUTH)))
 
 
-class Maze(Task):
+class Maze(NextTokenTask):
     """25 cells of a maze and the `difficulty` steps from its start to its goal.
 
     Opposite corners are at least 8 steps apart, so every maze has ways of up to 8.
@@ -38,13 +38,13 @@ class Maze(Task):
 
     symbols = (".", *STEPS, *(role + opening for role in ROLES for opening in OPENINGS))
 
-    def answers(self, difficulty: int) -> np.ndarray:
-        return answers_at_end(CELLS + difficulty, difficulty)
+    def places(self, difficulty: int) -> np.ndarray:
+        return last(difficulty, CELLS + difficulty)
 
     def choices(self, difficulty: int) -> int:
         return len(STEPS)
 
-    def tokens(self, draw: Draw, difficulty: int) -> np.ndarray:
+    def answered(self, draw: Draw, difficulty: int) -> np.ndarray:
         openings, distance = _mazes(draw)
         rows = np.arange(draw.n)
         pairs = np.where(distance == difficulty, draw.uniform(CELLS, CELLS), -1)

@@ -14,25 +14,25 @@ sequences in which p hops lead past the start are drawn again.
 
 import numpy as np
 
-from deeploop.data.tasks.base import Task, answers_at_end
+from deeploop.data.tasks.base import NextTokenTask, last
 from deeploop.data.tasks.draw import Draw
 
 LETTERS = 64  # of a sequence: 12 hops go over 48 places on average
 ALPHABET = "abcd"
 
 
-class PHop(Task):
+class PHop(NextTokenTask):
     """64 letters, `difficulty` times ">", and the letter that many hops lead to."""
 
     symbols = (".", ">", *ALPHABET)
 
-    def answers(self, difficulty: int) -> np.ndarray:
-        return answers_at_end(LETTERS + difficulty + 1, 1)
+    def places(self, difficulty: int) -> np.ndarray:
+        return last(1, LETTERS + difficulty + 1)
 
     def choices(self, difficulty: int) -> int:
         return len(ALPHABET)
 
-    def tokens(self, draw: Draw, difficulty: int) -> np.ndarray:
+    def answered(self, draw: Draw, difficulty: int) -> np.ndarray:
         letters = np.empty((draw.n, LETTERS), np.int64)
         place = np.zeros(draw.n, np.int64)
         missing = np.arange(draw.n)

@@ -14,28 +14,28 @@ nearly right answers do not exist, and least squares does not apply.
 
 import numpy as np
 
-from deeploop.data.tasks.base import Task, digits
+from deeploop.data.tasks.base import NextTokenTask, digits
 from deeploop.data.tasks.draw import Draw
 
 PRIME = 7
 QUERIES = 4
 
 
-class Regression(Task):
+class Regression(NextTokenTask):
     """`difficulty` + 4 examples "x = y ;" of one linear function; the last 4 y are answers."""
 
     symbols = (".", "=", ";", *digits(range(PRIME)))
 
-    def answers(self, difficulty: int) -> np.ndarray:
+    def places(self, difficulty: int) -> np.ndarray:
         examples = difficulty + QUERIES
         mask = np.zeros((examples, difficulty + 3), bool)
         mask[difficulty:, difficulty + 1] = True
-        return mask.ravel()[:-1]  # no ";" at the end
+        return mask.ravel()[1:-1]  # no ";" at the end
 
     def choices(self, difficulty: int) -> int:
         return PRIME
 
-    def tokens(self, draw: Draw, difficulty: int) -> np.ndarray:
+    def answered(self, draw: Draw, difficulty: int) -> np.ndarray:
         k = difficulty
         x = np.concatenate((_independent(draw, k), draw.below(PRIME, QUERIES, k)), axis=1)
         y = (x @ draw.below(PRIME, k, 1)) % PRIME
