@@ -11,7 +11,8 @@ from deeploop.config.presets.universal import universal_presets
 from deeploop.utils.errors import InputError
 
 SUMMARY = (
-    "deeploop-tiny, huginn-{tiny,3.5b}, ouro-{tiny,1.4b}, ut-tiny, gpt2-{small,medium}-r{1,3,5,7}-{baseline,deeploop}, "
+    "deeploop-tiny, gpt2-{small,medium}-r{1,3,5,7}-{baseline,deeploop}, "
+    "huginn-{tiny,3.5b}, ouro-{tiny,1.4b}, ut-tiny, "
     "loom-{tiny,100m,329m,1.7b,700m-isoflop-h1..6}, each loom also with "
     "-released or an ablation: " + ", ".join(f"-{name}" for name in LOOM_ABLATIONS)
 )
