@@ -121,13 +121,15 @@ def describe(trainer: Trainer) -> list[str]:
         for name in ("start", "inject", "loop_norm", "loop_signal")
         if (value := getattr(m, name)) != getattr(type(m)(), name)
     )
+    adapters = f", LoRA rank {m.lora_rank} in each loop" if m.lora_rank else ""
     experts = ""
     if m.moe.experts:
         e = m.moe
         experts = f"; experts: {e.backend}, {e.top_k} of {e.experts} + {e.shared} shared"
     return [
         f"model    {c.preset}: {m.residual}, {blocks}, "
-        f"width {m.d_model}, {count_parameters(trainer.model):,} parameters{scale}{borders}",
+        f"width {m.d_model}, {count_parameters(trainer.model):,} parameters"
+        f"{scale}{adapters}{borders}",
         f"data     {trainer.corpus.describe()}",
         f"paths    {device_name(trainer.device)}, {c.train.precision}; updates: {kernels}; "
         f"attention: PyTorch{experts}; loss: chunked cross-entropy"
