@@ -7,7 +7,7 @@ on its value and `MAY_CHANGE`, for a field that a resumed run may give another v
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import tyro
@@ -35,6 +35,7 @@ class Limit(NamedTuple):
 POSITIVE = Limit(0, "greater than 0", open_low=True)
 NOT_NEGATIVE = Limit(0, "0 or more")
 FRACTION = Limit(0, "at least 0 and less than 1", high=1)
+SHARE = Limit(0, "from 0 to 1", high=1 + 2**-52)  # 1 included
 
 
 def flag(text: str, *aliases: str, metavar: str | None = None) -> Any:
@@ -97,6 +98,12 @@ def check_fields(section: Any, prefix: str = "") -> None:
     for entry in listed:
         if entry.limit is not None and not entry.limit.admits(entry.value):
             raise InputError(f"{entry.name}={entry.value}: must be {entry.limit.words}")
+
+
+def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
+    """Refuse a value that is not one of a registry's names; raises InputError naming the field."""
+    if value not in choices:
+        raise InputError(f"{name}={brief(repr(value))}: must be one of {', '.join(choices)}")
 
 
 def _check_type(entry: Entry) -> None:

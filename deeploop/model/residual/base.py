@@ -30,6 +30,7 @@ class Residual(ABC):
     norms_input = True  # RMSNorm before each branch and before the head
     ties_head = True  # whether the head is the embedding's matrix
     uses_input = False  # whether start_loop reads the input e of the loops
+    counts_loops = False  # whether the rule depends on the loop's number
     starts_fresh = False  # True if start_loop changes h: the visit before it takes no norm then
 
     def __init__(self, config: ModelConfig):

@@ -58,6 +58,7 @@ class Loom(Residual):
     """LOOM's rule, with the switches of `ModelConfig.loom`."""
 
     norms_embedding = final_gain = ties_head = False
+    counts_loops = True
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
