@@ -40,6 +40,11 @@ class Config:
                 f"train.backprop_loops={t.backprop_loops}: must not exceed model.loops={loops} "
                 "with train.backprop=last"
             )
+        if t.teacher and t.backprop not in ("full", "last"):
+            raise InputError(
+                f"train.teacher={t.teacher!r}: is a target after the last loop alone; give "
+                f"train.backprop full or last in the place of {t.backprop}"
+            )
 
     def replace(self, section: str, **values: Any) -> "Config":
         """Copy with fields of one section (model, model.moe, data, ...) replaced, checked again."""

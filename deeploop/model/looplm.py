@@ -252,6 +252,10 @@ class LoopLM(nn.Module):
             raise InputError(f"tokens: {end} positions, but the model was built for {limit}")
         return self.cos[start:end].to(dtype), self.sin[start:end].to(dtype)
 
+    def may_start_fresh(self, name: str) -> bool:
+        """Return whether a weight may keep its initial value where all others are loaded."""
+        return ".adapters." in name  # at first they add nothing
+
     def logits(self, n: Tensor) -> Tensor:
         """Apply the head: final states [..., d_model] -> logits [..., vocab_size]."""
         return F.linear(n, self.head)

@@ -33,6 +33,7 @@ from deeploop.runs.folder import (
     write_run_files,
 )
 from deeploop.runs.metrics_file import copy_metrics
+from deeploop.train.parents import absolute_parents, describe_parents, find_parents
 from deeploop.train.same_start import Start, prepare_together
 from deeploop.train.trainer import Trainer
 from deeploop.utils.console import say
@@ -84,7 +85,7 @@ def resolve(config: Config, corpus: Corpus, ranks: Ranks) -> Config:
         check_strides(m.d_model, m.moe.d_expert or m.d_model, dtype, device)
     config = config.replace("model", vocab_size=vocab)
     config = config.replace("data", **absolute_paths(config, corpus))
-    return config.replace("train", device=str(device), precision=precision)
+    return config.replace("train", device=str(device), precision=precision, **absolute_parents(config))
 
 
 def absolute_paths(config: Config, corpus: Corpus) -> dict[str, str]:
@@ -135,6 +136,7 @@ def describe(trainer: Trainer) -> list[str]:
         f"attention: PyTorch{experts}; loss: chunked cross-entropy"
         f"{'; branches compiled' if c.train.compile else ''}",
         f"backprop {describe_backprop(trainer)}",
+        *describe_parents(c),
         *(f"unused   {name}" for name in without_effect(c)),
         f"run      {trainer.folder}",
     ]
@@ -287,6 +289,7 @@ def open_run(
         trainer = Trainer(start.config, start.corpus, floors, start.folder, console, ranks)
         if start.ckpt is not None and start.ckpt.saved:
             trainer.restore(start.ckpt)
+        trainer.learn_from(start.parents)
         if ranks.is_main:
             begin_folder(trainer, start, lock)
         trainer.lock = lock.pop_all()
@@ -326,7 +329,8 @@ def prepare(
         folder = choose_run_folder(config, begin=True)
     else:
         folder = Path(config.train.out)  # `prepare_together` gives it the main rank's
-    return Start(config, corpus, ckpt, folder, new=not in_place)
+    parents = find_parents(config, corpus, started=ckpt is not None and ckpt.saved)
+    return Start(config, corpus, ckpt, folder, not in_place, parents)
 
 
 def restarted(config: Config) -> checkpoint.Checkpoint | None:

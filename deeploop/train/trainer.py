@@ -26,6 +26,7 @@ from deeploop.runs.metrics_file import MetricsFile
 from deeploop.train.finite import first_nonfinite, state_is_finite, stream_is_finite
 from deeploop.train.metrics import StepMetrics, largest_rms
 from deeploop.train.optim import adamw, learning_rate
+from deeploop.train.parents import Parents, load_teacher, start_from
 from deeploop.train.progress import ProgressBar
 from deeploop.train.step import MicroBatch, train_step
 from deeploop.train.stop import stop_signals
@@ -57,6 +58,7 @@ class Trainer:
         self.folder, self.console, self.ranks = folder, console, ranks
         self.device = torch.device(config.train.device)
         self.model = LoopLM(config.model).to(self.device)
+        self.teacher: LoopLM | None = None
         self.optimizer = adamw(self.model, config.train)
         if config.train.compile:
             # Branches only: updates are single kernels already, and no graph
@@ -94,6 +96,13 @@ class Trainer:
         checkpoint.load_weights(ckpt, self.model)
         checkpoint.load_optimizer(ckpt, self.optimizer)
         self.done = ckpt.step
+
+    def learn_from(self, parents: Parents) -> None:
+        """Load the weights to start from and the teacher; raises InputError on a misfit."""
+        if parents.init is not None:
+            start_from(self.config, parents.init, self.model)
+        if parents.teacher is not None:
+            self.teacher = load_teacher(self.config, parents.teacher, self.device)
 
     def fit(self) -> dict[str, Any]:
         """Train to the last step, or to the signal that stops it; returns the summary."""

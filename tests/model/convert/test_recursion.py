@@ -1,6 +1,7 @@
 """Models without loops as looped ones: exact with full rank, near with less, refused where not."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -104,7 +105,7 @@ def test_stepwise_keeps_the_first_and_the_last_block():
     for n_blocks, loops in ((9, 2), (2, 2), (6, 3), (2, 12)):
         chosen = [stepwise(b, n_blocks, loops)[0] for b in range(n_blocks)]
         assert chosen[0] == 0 and chosen[-1] == n_blocks * loops - 1
-        steps = [b - a for a, b in zip(chosen, chosen[1:], strict=False)]
+        steps = [b - a for a, b in itertools.pairwise(chosen)]
         assert max(steps) - min(steps) <= 1
     assert stepwise(0, 1, 4) == [0]
 
