@@ -69,7 +69,8 @@ def run(arguments: list[str]) -> int:
             print(parsed.config.to_json(), end="")
         return 0
     from deeploop.runs import checkpoint
-    from deeploop.train.setup import describe, open_run
+    from deeploop.train.describe import describe
+    from deeploop.train.setup import open_run
     from deeploop.utils.distributed import init_distributed
 
     with init_distributed() as ranks, one_speaks(ranks):

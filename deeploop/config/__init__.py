@@ -13,14 +13,23 @@ from typing import Annotated, Any
 import tyro
 
 from deeploop.config.data import DataConfig
+from deeploop.config.depth import DEPTHS, ActConfig
 from deeploop.config.fields import MAY_CHANGE, build, check_fields, replace
 from deeploop.config.model import LoomConfig, ModelConfig, MoEConfig
 from deeploop.config.renames import renamed_fields
-from deeploop.config.train import TrainConfig
+from deeploop.config.train import LOSSES, TrainConfig
 from deeploop.utils.disk import brief
 from deeploop.utils.errors import InputError
 
-__all__ = ["Config", "DataConfig", "LoomConfig", "MoEConfig", "ModelConfig", "TrainConfig"]
+__all__ = [
+    "ActConfig",
+    "Config",
+    "DataConfig",
+    "LoomConfig",
+    "MoEConfig",
+    "ModelConfig",
+    "TrainConfig",
+]
 
 
 @dataclass(frozen=True)
@@ -34,16 +43,28 @@ class Config:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        loops, t = self.model.loops, self.train
-        if t.backprop == "last" and t.backprop_loops > loops:
+        m, t = self.model, self.train
+        drawn = t.loop_count != "fixed"
+        if t.backprop == "last" and t.backprop_loops > m.loops and not drawn:
             raise InputError(
-                f"train.backprop_loops={t.backprop_loops}: must not exceed model.loops={loops} "
+                f"train.backprop_loops={t.backprop_loops}: must not exceed model.loops={m.loops} "
                 "with train.backprop=last"
             )
-        if t.teacher and t.backprop not in ("full", "last"):
+        depth = DEPTHS[m.depth]
+        if t.backprop not in depth.backprops:
+            raise InputError(
+                f"model.depth={m.depth}: needs train.backprop={' or '.join(depth.backprops)}, and "
+                f"it is {t.backprop}"
+            )
+        if LOSSES[t.loss].gate and not depth.gate:
+            gates = " or ".join(name for name, choice in DEPTHS.items() if choice.gate)
+            raise InputError(
+                f"train.loss={t.loss}: needs exit probabilities; give --model.depth {gates}"
+            )
+        if t.teacher and (t.backprop not in ("full", "last") or t.loss != "last"):
             raise InputError(
                 f"train.teacher={t.teacher!r}: is a target after the last loop alone; give "
-                f"train.backprop full or last in the place of {t.backprop}"
+                f"train.backprop full or last (it is {t.backprop}) and train.loss last ({t.loss})"
             )
 
     def replace(self, section: str, **values: Any) -> "Config":

@@ -35,6 +35,7 @@ class Limit(NamedTuple):
 POSITIVE = Limit(0, "greater than 0", open_low=True)
 NOT_NEGATIVE = Limit(0, "0 or more")
 FRACTION = Limit(0, "at least 0 and less than 1", high=1)
+LOGIT = Limit(-30, "between -30 and 30", high=30)
 SHARE = Limit(0, "from 0 to 1", high=1 + 2**-52)  # 1 included
 
 

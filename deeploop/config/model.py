@@ -4,7 +4,16 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple
 
 from deeploop.config import scaling
-from deeploop.config.fields import FRACTION, MAY_CHANGE, NOT_NEGATIVE, POSITIVE, check_fields, flag
+from deeploop.config.depth import DEPTHS, ActConfig
+from deeploop.config.fields import (
+    FRACTION,
+    MAY_CHANGE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    check_choice,
+    check_fields,
+    flag,
+)
 from deeploop.utils.errors import InputError
 
 MAX_EXPERTS = 512  # of sigmoid_router; importing it from there would import torch
@@ -150,6 +159,13 @@ class ModelConfig:
         Literal["none", "add", "modulate"],
         flag("the loop's number, added as a sinusoid (UT) or scaling inputs and outputs"),
     ] = "none"
+    depth: Annotated[
+        str,
+        flag(
+            "depth rule: which tokens take part in a loop; fixed: all",
+            metavar="{" + ",".join(DEPTHS) + "}",
+        ),
+    ] = "fixed"
     n_heads: Annotated[int, flag("attention heads; must divide d_model"), POSITIVE] = 3
     d_ff: Annotated[
         int,
@@ -173,13 +189,12 @@ class ModelConfig:
     embed_std: Annotated[float, flag("std of the initial embedding"), POSITIVE] = 0.02
     moe: MoEConfig = field(default_factory=MoEConfig)
     loom: LoomConfig = field(default_factory=LoomConfig)
+    act: ActConfig = field(default_factory=ActConfig)
 
     def __post_init__(self) -> None:
         check_fields(self, "model.")
-        if self.residual not in RESIDUALS:
-            raise InputError(
-                f"model.residual={self.residual!r}: must be one of {', '.join(RESIDUALS)}"
-            )
+        check_choice("model.residual", self.residual, RESIDUALS)
+        check_choice("model.depth", self.depth, DEPTHS)
         if self.d_model % self.n_heads or (self.d_model // self.n_heads) % 2:
             raise InputError(
                 f"model.n_heads={self.n_heads}: must divide model.d_model={self.d_model} "

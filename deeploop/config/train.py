@@ -1,7 +1,7 @@
 """Fields of training."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from deeploop.config.fields import (
     FRACTION,
@@ -9,12 +9,33 @@ from deeploop.config.fields import (
     NOT_NEGATIVE,
     POSITIVE,
     SHARE,
+    check_choice,
     check_fields,
     flag,
 )
+from deeploop.config.loop_count import LOOP_COUNTS, loop_set
 from deeploop.utils.errors import InputError
 
 Recompute = Literal["none", "visit", "loop"]
+
+
+class LossChoice(NamedTuple):
+    """One value of `train.loss`: its class, and the settings it goes together with."""
+
+    loss: str  # "module:Class", a subclass of deeploop.train.losses.base.Loss
+    gate: bool = False  # whether it reads exit probabilities, of a model.depth that gives them
+    backprops: tuple[str, ...] = ("full", "segments", "last", "progressive")
+    each_loop: bool = True  # whether it reads the state after every loop
+
+
+# The registry of losses. A new loss is a file in deeploop/train/losses/ and a line here.
+LOSSES = {
+    "last": LossChoice("deeploop.train.losses.base:Last", each_loop=False),
+    "each": LossChoice("deeploop.train.losses.base:Each"),
+    "expected": LossChoice("deeploop.train.losses.exits:Expected", gate=True, backprops=("full",)),
+    "ponder": LossChoice("deeploop.train.losses.exits:Ponder", gate=True, backprops=("full",)),
+    "gate": LossChoice("deeploop.train.losses.exits:GateAlone", gate=True, backprops=("full",)),
+}
 
 
 @dataclass(frozen=True)
@@ -40,14 +61,54 @@ class TrainConfig:
         MAY_CHANGE,
     ] = 0
     backprop: Annotated[
-        Literal["full", "segments", "last"],
+        Literal["full", "segments", "last", "progressive"],
         flag(
             "how far gradients go: full, through all loops; segments: a loss and a backward every "
-            "backprop-loops loops; last: through the last backprop-loops loops",
+            "backprop-loops loops; last: through the last backprop-loops loops; progressive: also "
+            "through k loops after n without gradient, both drawn for each step",
             "--backprop",
         ),
     ] = "full"
     backprop_loops: Annotated[int, flag("loops of a segment, or last loops"), POSITIVE] = 3
+    progressive_weight: Annotated[
+        float,
+        flag("weight of the loss after n + k loops; that of the loss after all is the rest"),
+        SHARE,
+    ] = 0.5
+    loop_count: Annotated[
+        str,
+        flag(
+            "loops of a step: fixed, model.loops; poisson, drawn around it (Huginn); set, drawn "
+            "from loop-set",
+            "--loop-count",
+            metavar="{" + ",".join(LOOP_COUNTS) + "}",
+        ),
+    ] = "fixed"
+    loop_sigma: Annotated[
+        float, flag("deviation of the logarithm of the rate of loop-count=poisson"), NOT_NEGATIVE
+    ] = 0.5
+    loop_set: Annotated[str, flag("numbers of loops to draw from, such as 2,4,8")] = ""
+    loop_count_per: Annotated[
+        Literal["batch", "sequence"],
+        flag("one draw for a batch, or one for each sequence (steps then take the largest)"),
+    ] = "batch"
+    loss: Annotated[
+        str,
+        flag(
+            "last: after the last loop; each: the mean over loops; expected (Ouro I) and ponder "
+            "(PonderNet): over exit probabilities; gate (Ouro II): exit gates alone",
+            "--loss",
+            metavar="{" + ",".join(LOSSES) + "}",
+        ),
+    ] = "last"
+    exit_weight: Annotated[
+        float,
+        flag("weight beta of the exits' entropy (loss=expected) or divergence (loss=ponder)"),
+        NOT_NEGATIVE,
+    ] = 0.05
+    exit_prior: Annotated[
+        float, flag("exit probability lambda of the geometric prior of loss=ponder"), FRACTION
+    ] = 0.2
     step_per: Annotated[
         Literal["segment", "batch"], flag("an optimizer step for each segment, or one a batch")
     ] = "segment"
@@ -59,11 +120,15 @@ class TrainConfig:
     lr: Annotated[float, flag("peak learning rate", "--lr"), POSITIVE, MAY_CHANGE] = 1.5e-3
     init: Annotated[
         str,
-        flag("run or checkpoint whose weights the model starts from; optimizer and data start anew"),
+        flag(
+            "run or checkpoint whose weights the model starts from; optimizer and data start anew"
+        ),
         MAY_CHANGE,
     ] = ""
     teacher: Annotated[
-        str, flag("run or checkpoint whose predictions are a second target; empty: none"), MAY_CHANGE
+        str,
+        flag("run or checkpoint whose predictions are a second target; empty: none"),
+        MAY_CHANGE,
     ] = ""
     teacher_weight: Annotated[
         float,
@@ -128,6 +193,9 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "train.")
+        check_choice("train.loop_count", self.loop_count, LOOP_COUNTS)
+        check_choice("train.loss", self.loss, LOSSES)
+        self._check_loops()
         if self.micro_batch > self.batch_size:
             raise InputError(
                 f"train.micro_batch={self.micro_batch}: must not exceed "
@@ -137,4 +205,26 @@ class TrainConfig:
             raise InputError(
                 f"train.warmup={self.warmup} and train.decay={self.decay}: must not add up to "
                 "more than 1"
+            )
+
+    def _check_loops(self) -> None:
+        """Refuse a list of loops that is none, and losses that do not go together with a plan."""
+        if self.loop_count == "set" or self.loop_set:
+            try:
+                loop_set(self)
+            except ValueError:
+                raise InputError(
+                    f"train.loop_set={self.loop_set!r}: must be numbers of loops from 1 on, such as"
+                    " 2,4,8"
+                ) from None
+        choice = LOSSES[self.loss]
+        if self.backprop not in choice.backprops:
+            raise InputError(
+                f"train.loss={self.loss}: needs train.backprop={' or '.join(choice.backprops)}, "
+                f"and it is {self.backprop}"
+            )
+        if self.loop_count_per == "sequence" and (choice.each_loop or self.backprop == "segments"):
+            raise InputError(
+                "train.loop_count_per=sequence: needs a loss after the last loop alone; give batch "
+                f"(train.loss={self.loss}, train.backprop={self.backprop})"
             )

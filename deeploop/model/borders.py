@@ -104,10 +104,13 @@ class LoopBorders(nn.Module):
     def after_loops(self, s: LoopState, gain: Tensor | None, coda: Sequence[Sublayer]) -> LoopState:
         """Bring the state to the coda or the head; with loop_norm the head takes the stream."""
         if self.config.loop_norm == "none":
-            return s
-        if self.config.loop_norm == "last":
-            s = self._normed(s, gain)
-        n = self.rule.input(s.h, coda[0].gain_in) if coda else s.h
+            if s.n is not None:
+                return s
+            n = self.rule.input(s.h, coda[0].gain_in if coda else gain)
+        else:
+            if self.config.loop_norm == "last":
+                s = self._normed(s, gain)
+            n = self.rule.input(s.h, coda[0].gain_in) if coda else s.h
         return s._replace(n=n.to(autocast_dtype(s.h)))
 
     def _normed(self, s: LoopState, gain: Tensor | None) -> LoopState:
@@ -133,3 +136,12 @@ def check_borders(config: ModelConfig, rule: Residual) -> None:
             f"model.inject={config.inject}: the rule {name} changes the stream at the start of a "
             "loop, too; switch that off in the rule's fields"
         )
+
+
+def counts_loops(config: ModelConfig, rule: Residual) -> bool:
+    """Return whether a loop depends on its number, beside the state that it starts from."""
+    c = config
+    injects = c.inject == "convex" or (c.inject == "add" and c.start == "embedding")
+    routers = bool(c.moe.experts) and c.moe.router_per_loop
+    own = routers or bool(c.lora_rank)  # matrices of one loop alone
+    return injects or own or c.loop_signal != "none" or rule.counts_loops

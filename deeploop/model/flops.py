@@ -10,10 +10,16 @@ forward and backward together (each block before and after the loops once more);
 over the device's peak.
 """
 
+from collections import Counter
+from collections.abc import Sequence
+
 from deeploop.config import Config, ModelConfig
-from deeploop.config.backprop import segments
+from deeploop.config.backprop import Segment, segments
+from deeploop.config.train import LOSSES
 from deeploop.model.lora import adapter_rank
 from deeploop.model.residual import residual_rule
+
+DRAWN_STEPS = 64
 
 
 def block_weights(m: ModelConfig) -> int:
@@ -66,21 +72,29 @@ def weight_flops(m: ModelConfig) -> float:
 def flops_per_token(config: Config) -> float:
     """Count the model FLOPs of one token of one batch, forward and backward.
 
-    Loops that run without gradient count their forward alone. With segments each segment's loss
-    is a pass through the head and the coda; the prelude runs once, or once for each segment
-    under a rule that injects its output.
+    Loops that run without gradient count their forward alone. Each loss is a pass through the
+    head and the coda; the prelude runs once, or once for each segment under a rule that injects
+    its output. Where a step's loops are drawn this is the mean over the first steps.
     """
-    m = config.model
+    t, loops = config.train, config.model.loops
+    plans = Counter(tuple(segments(t, loops, step)) for step in range(DRAWN_STEPS))
+    return sum(_flops(config, plan) * n for plan, n in plans.items()) / DRAWN_STEPS
+
+
+def _flops(config: Config, plan: Sequence[Segment]) -> float:
+    """Count the model FLOPs of one token under the segments of a step."""
+    m, each_loop = config.model, LOSSES[config.train.loss].each_loop
     injects = residual_rule(m).uses_input or m.inject != "none"
     prelude = unlooped_flops(m, m.prelude)
     loss = 2 * m.vocab_size * m.d_model + unlooped_flops(m, m.coda)
     total = 0.0
-    for i, s in enumerate(segments(config.train, m.loops)):
+    for s in plan:
+        losses = len(s.loops) if each_loop else 1
         total += forward_flops(m, len(s.no_grad_loops)) + 3 * (
-            forward_flops(m, len(s.loops)) + injection_flops(m, len(s.loops)) + loss
+            forward_flops(m, len(s.loops)) + injection_flops(m, len(s.loops)) + losses * loss
         )
         if s.no_grad_loops:
             total += prelude + injection_flops(m, len(s.no_grad_loops))
-        if injects or (i == 0 and not s.no_grad_loops):
+        if injects or (s.from_start and not s.no_grad_loops):
             total += 3 * prelude
     return total

@@ -54,6 +54,7 @@ def init_weights(model: "LoopLM") -> None:
             if config.moe.router_copied:
                 copy_router(branch)
     model.borders.init_weights()
+    model.depth.init_weights()
     for sublayer in model.sublayers:  # after all others, which are then those without adapters
         for adapters in sublayer.adapters.values():
             adapters.init_weights()

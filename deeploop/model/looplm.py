@@ -26,11 +26,13 @@ from deeploop.config import ModelConfig
 from deeploop.config.train import Recompute
 from deeploop.model.attention import AttentionContext, rope_tables
 from deeploop.model.borders import LoopBorders
+from deeploop.model.depth import depth_rule
+from deeploop.model.depth.base import OnLoop, detached, start_later
 from deeploop.model.init import init_weights
 from deeploop.model.kv.cache import KVCache
 from deeploop.model.recompute import maybe_checkpoint
 from deeploop.model.residual import residual_rule
-from deeploop.model.state import LoopState, OnVisit, Visit, gain_in, visits
+from deeploop.model.state import Draws, LoopInputs, LoopState, OnVisit, Visit, gain_in, visits
 from deeploop.model.sublayer import Sublayer, block
 from deeploop.utils.device import autocast_dtype
 from deeploop.utils.errors import InputError
@@ -66,6 +68,7 @@ class LoopLM(nn.Module):
         self.sublayers = self._blocks(config.n_layers)
         self.coda = self._blocks(config.coda, looped=False)
         self.borders = LoopBorders(config, self.rule)
+        self.depth = depth_rule(config)
         cos, sin = rope_tables(config.seq_len, d // config.n_heads, config.rope_base)
         self.register_buffer("cos", cos.float(), persistent=False)
         self.register_buffer("sin", sin.float(), persistent=False)
@@ -95,7 +98,8 @@ class LoopLM(nn.Module):
         loops: int | None = None,
         cache: KVCache | None = None,
         on_visit: OnVisit | None = None,
-        keys: Tensor | None = None,
+        draws: Draws = Draws(),  # noqa: B008
+        on_loop: OnLoop | None = None,
     ) -> Tensor:
         """Run all loops: tokens int64 [B, T] -> final states [B, T, d_model], normalised.
 
@@ -106,8 +110,9 @@ class LoopLM(nn.Module):
                 router take that one.
             cache: keys and values of the tokens before (`new_cache`).
             on_visit: called with each visit and the stream after it.
-            keys: int64 [B], what the noise of each sequence's start is drawn from
-                (`deeploop.model.noise`); None: 0 for all.
+            draws: of each sequence: the keys of its start's noise (`deeploop.model.noise`), the
+                first loop it takes part in; its state stays the start state until then.
+            on_loop: called with the state after each loop, for `output`.
 
         Raises:
             InputError: fewer than one loop, too long a sequence, or a cache that does not fit.
@@ -117,7 +122,9 @@ class LoopLM(nn.Module):
             raise InputError(f"loops={loops}: needs at least one loop")
         if cache is not None:
             cache.check(len(tokens), loops)
-        s = self.run(tokens, range(loops), cache=cache, on_visit=on_visit, keys=keys)
+        s = self.run(
+            tokens, range(loops), cache=cache, on_visit=on_visit, draws=draws, on_loop=on_loop
+        )
         n = self.output(s, tokens, cache=cache, on_visit=on_visit)
         if cache is not None:
             cache.advance(tokens.shape[1])
@@ -133,7 +140,8 @@ class LoopLM(nn.Module):
         on_visit: OnVisit | None = None,
         recompute: Recompute = "none",
         by_loop: Sequence[Sequence[Sublayer]] | None = None,
-        keys: Tensor | None = None,
+        draws: Draws = Draws(),  # noqa: B008
+        on_loop: OnLoop | None = None,
     ) -> LoopState:
         """Run some loops; returns the state after them, for `output` or for the loops to come.
 
@@ -144,33 +152,32 @@ class LoopLM(nn.Module):
             recompute: keep only the inputs of each visit or loop for backward, and run it again
                 there; experts are not chosen again.
             by_loop: other sublayers for each loop, such as copies with gradients of their own.
-            keys: of the noise, as in `forward`.
+            draws: as in `forward`.
+            on_loop: called with the state after each loop. For its final states give `output`
+                the state without n, as n is normed for the loop after.
         """
         core, borders = by_loop or [self.sublayers] * loops.stop, self.borders
-        with span("embedding"):
-            e = self.embed(tokens)
-            rope = self.rope(tokens, cache, autocast_dtype(e))
-        if state is None or (borders.uses_input and self.prelude):
-            first_gain = gain_in(core[loops.start][0], borders.factors(loops.start)[0])
-            start = self._prelude(e, rope, first_gain, cache, on_visit)
-            position = 0 if cache is None else cache.length
-            e, s = start.h, borders.start(start, position, keys) if state is None else state
-        else:
-            s = state
-        x = borders.prepare(e)
+        first_gain = gain_in(core[loops.start][0], borders.factors(loops.start)[0])
+        inputs, s = self._start(tokens, state, first_gain, cache, on_visit, draws)
 
-        def visit_once(s: LoopState, visit: Visit, on_visit: OnVisit | None) -> LoopState:
-            return self._visit(s, visit, rope, cache, on_visit)
+        def visit_once(
+            s: LoopState, where: tuple[Visit, LoopInputs], on_visit: OnVisit | None
+        ) -> LoopState:
+            visit, inputs = where
+            return self._visit(s, visit, inputs.rope, cache, on_visit)
 
-        def loop_once(s: LoopState, loop: int, on_visit: OnVisit | None) -> LoopState:
+        def blocks(
+            s: LoopState, where: tuple[int, LoopInputs], on_visit: OnVisit | None
+        ) -> LoopState:
+            loop, inputs = where
             norm = borders.norms_after(last=loop + 1 == loops.stop)
             gain = gain_after(loop) if norm else None
             prelude, factors = self.config.prelude, borders.factors(loop)
             first, *rest = visits(core[loop], loop, prelude, gain, norm, factors)
             with span("updates"):
-                s = borders.start_loop(s, e, x, first)
+                s = borders.start_loop(s, inputs.e, inputs.x, first)
             for visit in (first, *rest):
-                s = maybe_checkpoint(visit_once, recompute == "visit")(s, visit, on_visit)
+                s = maybe_checkpoint(visit_once, recompute == "visit")(s, (visit, inputs), on_visit)
             return borders.end_loop(s, self.final_gain)
 
         def gain_after(loop: int) -> Tensor | None:
@@ -178,9 +185,31 @@ class LoopLM(nn.Module):
                 return gain_in(core[loop + 1][0], borders.factors(loop + 1)[0])
             return self.coda[0].gain_in if self.coda else self.final_gain
 
-        for loop in loops:
-            s = maybe_checkpoint(loop_once, recompute == "loop")(s, loop, on_visit)
-        return s
+        def run_loop(s: LoopState, loop: int, inputs: LoopInputs) -> LoopState:
+            after = maybe_checkpoint(blocks, recompute == "loop")(s, (loop, inputs), on_visit)
+            return start_later(draws.first_loops, loop, after, s)
+
+        return self.depth.run(s, loops, run_loop, inputs, on_loop)
+
+    def _start(
+        self,
+        tokens: Tensor,
+        state: LoopState | None,
+        first_gain: Tensor | None,
+        cache: KVCache | None,
+        on_visit: OnVisit | None,
+        draws: Draws,
+    ) -> tuple[LoopInputs, LoopState]:
+        """Return what the loops read, and the state before the first of them."""
+        with span("embedding"):
+            e = self.embed(tokens)
+            rope = self.rope(tokens, cache, autocast_dtype(e))
+        if state is None or (self.borders.uses_input and self.prelude):
+            start = self._prelude(e, rope, first_gain, cache, on_visit)
+            e, position = start.h, 0 if cache is None else cache.length
+            if state is None:
+                state = self.borders.start(start, position, draws.keys)
+        return LoopInputs(e, self.borders.prepare(e), rope), state
 
     def output(
         self,
@@ -191,13 +220,31 @@ class LoopLM(nn.Module):
         on_visit: OnVisit | None = None,
     ) -> Tensor:
         """Turn the state after the last loop into final normalised states, through the coda."""
-        s = self.borders.after_loops(s, self.final_gain, self.coda)
+        return self.coda_output(self.after_loops(s), tokens, cache=cache, on_visit=on_visit)
+
+    def coda_output(
+        self,
+        s: LoopState,
+        tokens: Tensor,
+        *,
+        cache: KVCache | None = None,
+        on_visit: OnVisit | None = None,
+    ) -> Tensor:
+        """Run the coda: a state of `after_loops` -> final normalised states [B, T, d_model]."""
         if self.coda:
             rope = self.rope(tokens, cache, s.normed.dtype)
             first = self.config.prelude + self.config.n_layers
             for visit in visits(self.coda, None, first, self.final_gain):
                 s = self._visit(s, visit, rope, cache, on_visit)
         return s.normed
+
+    def after_loops(self, s: LoopState) -> LoopState:
+        """Return the state that the coda or the head reads, with its normalised input n."""
+        return self.borders.after_loops(self.depth.readout(s), self.final_gain, self.coda)
+
+    def detach(self, s: LoopState) -> LoopState:
+        """Return the state that crosses a segment boundary, without gradient."""
+        return self.rule.detach(s)._replace(depth=detached(s.depth))
 
     def _prelude(
         self,
@@ -253,8 +300,11 @@ class LoopLM(nn.Module):
         return self.cos[start:end].to(dtype), self.sin[start:end].to(dtype)
 
     def may_start_fresh(self, name: str) -> bool:
-        """Return whether a weight may keep its initial value where all others are loaded."""
-        return ".adapters." in name  # at first they add nothing
+        """Return whether a weight may keep its initial value where all others are loaded.
+
+        Those of adapters, which at first add nothing, and of depth rules, such as exit gates.
+        """
+        return ".adapters." in name or name.startswith("depth.")
 
     def logits(self, n: Tensor) -> Tensor:
         """Apply the head: final states [..., d_model] -> logits [..., vocab_size]."""

@@ -43,6 +43,21 @@ class Visit(NamedTuple):
 OnVisit = Callable[[Visit, Tensor], None]  # called with each visit and the stream after it
 
 
+class Draws(NamedTuple):
+    """What is drawn for each sequence of a batch."""
+
+    keys: Tensor | None = None  # int64 [B], of the start's noise; None: 0 for each
+    first_loops: Tensor | None = None  # int64 [B], the first loop it takes part in; None: 0
+
+
+class LoopInputs(NamedTuple):
+    """What the loops of a forward read beside the state."""
+
+    e: Tensor  # [B, T, d_model] the loops' input
+    x: Tensor  # [B, T, d_model] the summand made of it (`Injection.prepare`)
+    rope: tuple[Tensor, Tensor]  # cos and sin, [T, 1, head_dim]
+
+
 class LoopState(NamedTuple):
     """The state between two visits."""
 
@@ -51,6 +66,7 @@ class LoopState(NamedTuple):
     memory: Any = None  # further tensors of the residual rule, such as LOOM's averages
     router_z: Tensor | None = None  # scalar: sum over MoE visits of mean squared logsumexp
     expert_loads: tuple[Tensor, ...] = ()  # of each MoE visit: int64 [experts]
+    depth: Any = None  # tensors of the depth rule, such as ACT's halting sums
 
     @property
     def normed(self) -> Tensor:

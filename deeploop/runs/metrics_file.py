@@ -10,7 +10,13 @@ from deeploop.utils.strict_json import to_json
 METRICS = "metrics.jsonl"
 MOST_BYTES = 2**30
 # Fields that are lists, by the depth to which they are nested; all others are numbers or null.
-LISTS = {"segment_losses": 1, "residual_rms": 1, "load_spread": 1, "router_overlap": 2}
+LISTS = {
+    "segment_losses": 1,
+    "loop_losses": 1,
+    "residual_rms": 1,
+    "load_spread": 1,
+    "router_overlap": 2,
+}
 
 
 class MetricsFile:

@@ -4,10 +4,13 @@
     segments(K)  a loss and a backward after every K loops (and the last); the state that
                  crosses a boundary (`Residual.detach`) carries no gradient
     last(k)      one loss; the loops before the last k run without gradient
+    progressive  a loss after n + k loops, of which the first n run without gradient, and one
+                 after all loops
 
 Each segment embeds the tokens anew, so that under a rule that injects the embedding it gets a
 gradient in every one. Activations live for one segment: memory under segments(K) does not grow
-with the loops. With K or k of all the loops, segments and last are full, to the bit.
+with the loops. With K or k of all the loops, segments and last are full, to the bit. `train.loss`
+(`deeploop.train.losses`) says after which loops of a segment the head predicts.
 `deeploop.config.backprop` lists the segments of a batch.
 
 Source: LOOM, arXiv 2610.01153 (segments); Huginn, arXiv 2502.05171 (last).
@@ -21,69 +24,88 @@ from torch import Tensor
 from deeploop.config import Config
 from deeploop.config.backprop import Segment
 from deeploop.model.looplm import LoopLM
-from deeploop.model.loss import linear_cross_entropy
-from deeploop.model.state import LoopState, OnVisit
+from deeploop.model.state import Draws, LoopState, OnVisit
+from deeploop.train.losses import loss_rule
+from deeploop.train.losses.base import LoopEnds
 from deeploop.utils.device import autocast
 from deeploop.utils.spans import span
+
+
+class MicroBatch(NamedTuple):
+    """Some sequences of a batch, each tensor on the model's device."""
+
+    tokens: Tensor  # int64 [B, T]
+    targets: Tensor  # int64 [B, T]
+    draws: Draws = Draws()
 
 
 class SegmentResult(NamedTuple):
     """The state after a segment, and figures of one micro-batch."""
 
     state: LoopState  # without gradient, for the next segment
-    loss: Tensor  # its share of the batch's mean cross-entropy, nats
+    loss: Tensor  # its share of the batch's mean cross-entropy after the last loop, nats
     z: Tensor | None  # its share of the z-loss term: a mean over tokens, summed over visits
     expert_loads: tuple[Tensor, ...]  # of each MoE visit, those without gradient, too
+    figures: dict[str, Tensor]  # shares of means over the batch's tokens
 
 
 def run_segment(
     model: LoopLM,
     config: Config,
     segment: Segment,
-    tokens: Tensor,
-    targets: Tensor,
+    batch: MicroBatch,
     state: LoopState | None = None,
     on_visit: OnVisit | None = None,
     chunk_rows: int | None = None,
-    keys: Tensor | None = None,
 ) -> SegmentResult:
     """Run forward, loss and backward of one segment on one micro-batch; gradients add up.
 
     Args:
         model: its parameters' .grad receive the gradients.
-        config: precision, z-loss, recompute and the global batch size are read.
+        config: the loss, precision, z-loss, recompute and the global batch size are read.
         segment: the loops to run.
-        tokens, targets: int64 [B, T], some sequences of the global batch; losses are divided by
-            the targets of the whole batch.
-        state: state after the loops before; None for the first segment.
+        batch: some sequences of the global batch; losses are divided by the targets of the
+            whole batch.
+        state: state after the segment before; a segment that starts from the tokens ignores it.
         on_visit: called with each visit and the stream after it.
         chunk_rows: rows of logits alive at once (`deeploop.model.loss`).
-        keys: int64 [B], of the start's noise (`deeploop.model.noise`).
 
     Raises nothing on a loss that is not finite.
     """
     m, t = config.model, config.train
-    batch_tokens = t.batch_size * m.seq_len
+    tokens, batch_tokens = batch.tokens, t.batch_size * m.seq_len
+    share = tokens.numel() / batch_tokens
+    state = None if segment.from_start else state
+    loss_of, ends = loss_rule(t), LoopEnds(model, tokens, on_visit)
     loads: tuple[Tensor, ...] = ()
     name = f"loops {segment.loops.start + 1}-{segment.loops.stop}"
     with span(f"{name} forward"), autocast(tokens.device, t.precision):
         if segment.no_grad_loops:
             with torch.no_grad():
                 before = model.run(
-                    tokens, segment.no_grad_loops, state, on_visit=on_visit, keys=keys
+                    tokens, segment.no_grad_loops, state, on_visit=on_visit, draws=batch.draws
                 )
-            state, loads = model.rule.detach(before), before.expert_loads
+            state, loads = model.detach(before), before.expert_loads
         s = model.run(
-            tokens, segment.loops, state, on_visit=on_visit, recompute=t.recompute, keys=keys
-        )
-        n = model.output(s, tokens, on_visit=on_visit)
+            tokens, segment.loops, state, on_visit=on_visit, recompute=t.recompute,
+            on_loop=ends.add if loss_of.each_loop else None, draws=batch.draws,
+        )  # fmt: skip
+        if not loss_of.each_loop:
+            ends.add_last(s)
         with span("loss"):
-            loss = linear_cross_entropy(n, model.head, targets, chunk_rows) / batch_tokens
-        z = None if s.router_z is None else s.router_z * (tokens.numel() / batch_tokens)
-        total = loss if z is None or not m.moe.z_loss else loss + m.moe.z_loss * z
+            terms = loss_of(ends, batch.targets, chunk_rows)
+        total = terms.total / batch_tokens
+        z = None if s.router_z is None else s.router_z * share
+        if z is not None and m.moe.z_loss:
+            total = total + m.moe.z_loss * z
+        penalty = model.depth.penalty(s)
+        if penalty is not None:
+            total = total + penalty * share
     with span(f"{name} backward"):
-        total.backward()
+        (total * segment.weight if segment.weight != 1 else total).backward()
+    figures = {k: v.detach() * share for k, v in model.depth.figures(s).items()}
+    figures |= {k: v / batch_tokens for k, v in terms.figures.items()}
     return SegmentResult(
-        model.rule.detach(s), loss.detach(), None if z is None else z.detach(),
-        loads + s.expert_loads,
+        model.detach(s), terms.loss.detach() / batch_tokens,
+        None if z is None else z.detach(), loads + s.expert_loads, figures,
     )  # fmt: skip

@@ -45,9 +45,11 @@ class StepMetrics:
     """Figures of one step, on the device until they are read.
 
     Attributes:
-        losses: by the loop that a segment ends at, its mean cross-entropy, nats per token.
+        losses: by segment, its mean cross-entropy after its last loop, nats per token.
+        shares: further means over the batch's tokens, of the last segment.
         grad_norm: of the last optimizer step, before clipping.
-        loads: int64 [loops, n_layers, experts], tokens sent to each expert; None without experts.
+        loads: int64 [loops, n_layers, experts], tokens sent to each expert, with the loops of this
+            step; None without experts.
         dropped: int64 [n_layers, experts], those over an expert's capacity, over all loops; None
             without a capacity.
         nonfinite: bool scalar; a loss, a gradient or an expert's bias was not finite.
@@ -55,9 +57,10 @@ class StepMetrics:
 
     def __init__(self, model: LoopLM, observe: bool = False):
         self.config, self.observe = model.config, observe
-        self.losses: dict[int, Tensor] = {}
+        self.losses: dict[Segment, Tensor] = {}
+        self.shares: dict[str, Tensor] = {}
         self.z: Tensor | None = None
-        self.z_visits: dict[int, int] = {}  # with gradient, in the segment that ends there
+        self.z_visits: dict[Segment, int] = {}  # with gradient
         self.loads: Tensor | None = None
         self.dropped: Tensor | None = None
         self.rms: list[Tensor] = []
@@ -73,6 +76,8 @@ class StepMetrics:
         if not self.observe or segment in self.observed:
             return None
         self.observed.add(segment)
+        if segment.from_start:
+            self.rms.clear()
         return record_loop_rms(self.rms)
 
     def check(self, values: Tensor) -> None:
@@ -82,14 +87,18 @@ class StepMetrics:
     def add(self, segment: Segment, result: SegmentResult, n_tokens: int) -> None:
         """Add a segment's figures of one micro-batch of n_tokens."""
         end, c = segment.loops.stop, self.config
-        self.losses[end] = self.losses.get(end, 0) + result.loss
+        first = segment not in self.losses
+        self.losses[segment] = result.loss + (0 if first else self.losses[segment])
+        if first:
+            self.shares = result.figures
+        else:
+            self.shares = {k: v + result.figures[k] for k, v in self.shares.items()}
         if result.z is not None:
             self.z = result.z if self.z is None else self.z + result.z
-            self.z_visits[end] = len(segment.loops) * c.n_layers
+            self.z_visits[segment] = len(segment.loops) * c.n_layers
         if result.expert_loads and self.moe is not None:
             loads = torch.stack(result.expert_loads).view(-1, c.n_layers, c.moe.experts)
-            if self.loads is None:
-                self.loads = loads.new_zeros(c.loops, *loads.shape[1:])
+            self.loads = padded(self.loads, end, like=loads)
             self.loads[end - len(loads) : end] += loads
             capacity = self.moe.capacity(n_tokens)
             if capacity is not None:
@@ -100,7 +109,7 @@ class StepMetrics:
         """Sum over the ranks the figures that each has of its share of the batch."""
         z = [] if self.z is None else [self.z]
         counts = [x for x in (self.loads, self.dropped) if x is not None]
-        ranks.all_reduce_([*self.losses.values(), *z, *counts])
+        ranks.all_reduce_([*self.losses.values(), *self.shares.values(), *z, *counts])
 
     def total_loss(self) -> Tensor:
         """Return the sum of the segments' losses."""
@@ -118,6 +127,8 @@ class StepMetrics:
             "loss": losses[-1],
             "grad_norm": self.grad_norm.item(),
             "residual_rms": torch.stack(self.rms).tolist(),
+            "loops": max(segment.loops.stop for segment in self.losses),
+            **{name: value.tolist() for name, value in self.shares.items()},
         }
         if len(losses) > 1:
             figures["segment_losses"] = losses
@@ -129,6 +140,13 @@ class StepMetrics:
         if self.loads is not None and self.dropped is not None:
             figures["dropped"] = (self.dropped.sum() / self.loads.sum()).item()
         return figures
+
+
+def padded(loads: Tensor | None, loops: int, like: Tensor) -> Tensor:
+    """Return loads with rows of zeros added up to `loops` loops: [>= loops, n_layers, experts]."""
+    if loads is None:
+        return like.new_zeros(loops, *like.shape[1:])
+    return F.pad(loads, (0, 0, 0, 0, 0, max(0, loops - len(loads))))
 
 
 def router_overlap(loads: Tensor) -> Tensor:

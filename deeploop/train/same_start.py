@@ -28,7 +28,7 @@ class Start:
     ckpt: Checkpoint | None
     folder: Path
     new: bool
-    parents: Parents = Parents()
+    parents: Parents
 
     def facts(self) -> dict[str, Any]:
         """Return by name what must be the same on every rank."""

@@ -11,12 +11,10 @@ import torch
 from rich.console import Console
 
 from deeploop.config import Config
-from deeploop.config.backprop import optimizer_steps
 from deeploop.config.fields import entries
-from deeploop.config.model import RESIDUALS
 from deeploop.data.corpus import Corpus, load_corpus
 from deeploop.data.ngrams import ngram_bits
-from deeploop.model.looplm import count_parameters
+from deeploop.model.borders import counts_loops
 from deeploop.model.memory import check_training
 from deeploop.model.moe.experts import check_strides
 from deeploop.model.residual import residual_rule
@@ -33,11 +31,11 @@ from deeploop.runs.folder import (
     write_run_files,
 )
 from deeploop.runs.metrics_file import copy_metrics
-from deeploop.train.parents import absolute_parents, describe_parents, find_parents
+from deeploop.train.parents import absolute_parents, find_parents
 from deeploop.train.same_start import Start, prepare_together
 from deeploop.train.trainer import Trainer
 from deeploop.utils.console import say
-from deeploop.utils.device import computes_in_bf16, device_name, pick_device
+from deeploop.utils.device import computes_in_bf16, pick_device
 from deeploop.utils.disk import user_path
 from deeploop.utils.distributed import Ranks, local_rank
 from deeploop.utils.errors import InputError
@@ -80,12 +78,30 @@ def resolve(config: Config, corpus: Corpus, ranks: Ranks) -> Config:
             f"model.residual={m.residual} and model.inject=none, where later loops do not read its "
             "output; use full or segments, model.inject, or model.prelude 0"
         )
+    check_draws(config)
     if m.moe.experts and m.moe.backend == "grouped_mm":
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         check_strides(m.d_model, m.moe.d_expert or m.d_model, dtype, device)
     config = config.replace("model", vocab_size=vocab)
     config = config.replace("data", **absolute_paths(config, corpus))
-    return config.replace("train", device=str(device), precision=precision, **absolute_parents(config))
+    config = config.replace("train", **absolute_parents(config))
+    return config.replace("train", device=str(device), precision=precision)
+
+
+def check_draws(config: Config) -> None:
+    """Refuse a number of loops for each sequence where a loop depends on its number.
+
+    A sequence of fewer loops than the others of its batch starts later, so that all end, and get
+    their gradients, together. Raises InputError.
+    """
+    m, rule = config.model, residual_rule(config.model)
+    if config.train.loop_count_per == "sequence" and counts_loops(m, rule):
+        raise InputError(
+            f"train.loop_count_per=sequence: needs loops that do not depend on their number; "
+            f"give batch, or leave out what does (model.residual={m.residual}, "
+            f"model.start={m.start}, model.inject={m.inject}, model.loop_signal={m.loop_signal}, "
+            f"routers or adapters for each loop)"
+        )
 
 
 def absolute_paths(config: Config, corpus: Corpus) -> dict[str, str]:
@@ -106,84 +122,6 @@ def check_compiler() -> None:
             f"train.compile=True: needs a C++ compiler, and {name!r} is not found; install it, "
             "set CXX, or leave train.compile out"
         )
-
-
-def describe(trainer: Trainer) -> list[str]:
-    """Return the log's first lines: the model, the data and the implementations that run."""
-    c, m = trainer.config, trainer.config.model
-    kernels = "Triton kernels" if trainer.device.type == "cuda" else "closed forms in PyTorch"
-    blocks = f"{m.n_layers} blocks x {m.loops} loops"
-    if m.prelude or m.coda:
-        blocks = f"{m.prelude} + {m.n_layers} x {m.loops} loops + {m.coda} blocks"
-    scales = trainer.model.rule.describe()
-    scale = f", {scales}" if scales else ""
-    borders = "".join(
-        f", {name.replace('_', ' ')} {value}"
-        for name in ("start", "inject", "loop_norm", "loop_signal")
-        if (value := getattr(m, name)) != getattr(type(m)(), name)
-    )
-    adapters = f", LoRA rank {m.lora_rank} in each loop" if m.lora_rank else ""
-    experts = ""
-    if m.moe.experts:
-        e = m.moe
-        experts = f"; experts: {e.backend}, {e.top_k} of {e.experts} + {e.shared} shared"
-    return [
-        f"model    {c.preset}: {m.residual}, {blocks}, "
-        f"width {m.d_model}, {count_parameters(trainer.model):,} parameters"
-        f"{scale}{adapters}{borders}",
-        f"data     {trainer.corpus.describe()}",
-        f"paths    {device_name(trainer.device)}, {c.train.precision}; updates: {kernels}; "
-        f"attention: PyTorch{experts}; loss: chunked cross-entropy"
-        f"{'; branches compiled' if c.train.compile else ''}",
-        f"backprop {describe_backprop(trainer)}",
-        *describe_parents(c),
-        *(f"unused   {name}" for name in without_effect(c)),
-        f"run      {trainer.folder}",
-    ]
-
-
-def without_effect(config: Config) -> list[str]:
-    """Return a line for each field that was set but that another field leaves without effect."""
-    m, t = config.model, config.train
-    mine = RESIDUALS[m.residual].section
-    sections = {c.section for c in RESIDUALS.values() if c.section and c.section != mine}
-    reasons = {name: f"model.residual={m.residual}" for name in sorted(sections)}
-    if not m.moe.experts:
-        reasons["moe"] = "model.moe.experts=0"
-    lines = [
-        f"{e.name}={e.value}: no effect with {reason}"
-        for name, reason in reasons.items()
-        for e, default in zip(
-            entries(getattr(m, name), f"model.{name}."),
-            entries(type(getattr(m, name))()),
-            strict=True,
-        )
-        if e.value != default.value
-    ]
-    for name, needed in (("start_std", "start=noise"), ("adapter_init", "inject=adapter")):
-        field, value = needed.split("=")
-        if getattr(m, name) != getattr(type(m)(), name) and getattr(m, field) != value:
-            lines.append(f"model.{name}={getattr(m, name)}: no effect without model.{needed}")
-    if t.backprop == "full" and t.backprop_loops != type(t)().backprop_loops:
-        lines.append(f"train.backprop_loops={t.backprop_loops}: no effect with train.backprop=full")
-    return lines
-
-
-def describe_backprop(trainer: Trainer) -> str:
-    """Return how far gradients go, how often the optimizer steps, what is recomputed."""
-    t, loops = trainer.config.train, trainer.config.model.loops
-    groups = optimizer_steps(t, loops)
-    steps = len(groups)
-    spans = [f"{s.loops.start + 1}-{s.loops.stop}" for group in groups for s in group]
-    line = {
-        "full": "full",
-        "segments": f"segments: loops {', '.join(spans)}",
-        "last": f"last: gradients through loops {spans[0]} of {loops}",
-    }[t.backprop]
-    line += f"; {steps} optimizer step{'s' if steps > 1 else ''} a batch"
-    if t.recompute != "none":
-        line += f", each {t.recompute} run again in backward"
-    return line + (f", {trainer.ranks.world} ranks" if trainer.ranks.world > 1 else "")
 
 
 def check_same(wanted: Config, ckpt: checkpoint.Checkpoint) -> None:

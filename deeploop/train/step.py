@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,19 +12,11 @@ from deeploop.config.backprop import Segment, optimizer_steps
 from deeploop.model.looplm import LoopLM
 from deeploop.model.moe.layer import MoE, update_router_bias_
 from deeploop.model.state import LoopState
-from deeploop.train.backprop import run_segment
+from deeploop.train.backprop import MicroBatch, run_segment
 from deeploop.train.metrics import StepMetrics
 from deeploop.train.optim import clip_gradients, step_if_finite
 from deeploop.utils.distributed import Ranks
 from deeploop.utils.spans import span
-
-
-class MicroBatch(NamedTuple):
-    """Some sequences of a batch, each tensor on the model's device."""
-
-    tokens: Tensor  # int64 [B, T]
-    targets: Tensor  # int64 [B, T]
-    keys: Tensor | None = None  # int64 [B], of the start's noise (`deeploop.model.noise`)
 
 
 def train_step(
@@ -35,6 +26,7 @@ def train_step(
     micro_batches: Sequence[MicroBatch | tuple[Tensor, Tensor]],
     lr: float,
     *,
+    step: int = 0,
     ranks: Ranks = Ranks(),  # noqa: B008
     observe: bool = False,
     groups: Sequence[Sequence[Segment]] | None = None,
@@ -48,6 +40,7 @@ def train_step(
         config: of the run; `config.train.batch_size` sequences are the whole batch.
         micro_batches: this rank's sequences; pairs of tokens and targets will do.
         lr: learning rate of this step.
+        step: of the run, counted from 0; a number of loops that is drawn depends on it.
         ranks: processes that share the batch; gradients are summed over them.
         observe: also measure the stream's RMS after each loop.
         groups: segments of each optimizer step; by default those of `config.train.backprop`.
@@ -60,17 +53,17 @@ def train_step(
     """
     metrics = StepMetrics(model, observe)
     states: list[LoopState | None] = [None] * len(micro_batches)
-    groups = groups or optimizer_steps(config.train, config.model.loops)
+    groups = groups or optimizer_steps(config.train, config.model.loops, step)
     for group in groups:
-        for i, batch in enumerate(micro_batches):
-            x, y, keys = MicroBatch(*batch)
+        for i, tensors in enumerate(micro_batches):
+            batch = MicroBatch(*tensors)
             for segment in group:
                 on_visit = metrics.on_visit(segment)
                 with around(segment):
                     result = run_segment(
-                        model, config, segment, x, y, states[i], on_visit, chunk_rows, keys
+                        model, config, segment, batch, states[i], on_visit, chunk_rows
                     )
-                metrics.add(segment, result, x.numel())
+                metrics.add(segment, result, batch.tokens.numel())
                 states[i] = result.state
                 del result  # frees the routers' loads before the next segment
             if group is groups[-1]:

@@ -15,20 +15,24 @@ from rich.console import Console
 from torch import Tensor
 
 from deeploop.config import Config
+from deeploop.config.loop_count import loops_of_sequences
 from deeploop.data.batches import train_batch
 from deeploop.data.corpus import Corpus
 from deeploop.eval.generate import sample
 from deeploop.eval.validate import bits_per_byte, held_out_targets, validate
 from deeploop.model.looplm import LoopLM, count_parameters
 from deeploop.model.noise import sequence_keys
+from deeploop.model.state import Draws
 from deeploop.runs import checkpoint
 from deeploop.runs.metrics_file import MetricsFile
+from deeploop.train.backprop import MicroBatch
 from deeploop.train.finite import first_nonfinite, state_is_finite, stream_is_finite
+from deeploop.train.losses import loss_rule
 from deeploop.train.metrics import StepMetrics, largest_rms
 from deeploop.train.optim import adamw, learning_rate
 from deeploop.train.parents import Parents, load_teacher, start_from
 from deeploop.train.progress import ProgressBar
-from deeploop.train.step import MicroBatch, train_step
+from deeploop.train.step import train_step
 from deeploop.train.stop import stop_signals
 from deeploop.train.throughput import Throughput
 from deeploop.utils.console import open_console
@@ -58,6 +62,7 @@ class Trainer:
         self.folder, self.console, self.ranks = folder, console, ranks
         self.device = torch.device(config.train.device)
         self.model = LoopLM(config.model).to(self.device)
+        loss_rule(config.train).freeze_others(self.model)
         self.teacher: LoopLM | None = None
         self.optimizer = adamw(self.model, config.train)
         if config.train.compile:
@@ -163,22 +168,38 @@ class Trainer:
     def step(self, observe: bool = False) -> StepMetrics:
         """Take the next step of the run (`deeploop.train.step`)."""
         with span("data"):
-            self.inputs, targets = self.batch()
-            whole = [self.inputs, targets]
-            if self.config.model.start == "noise":
-                whole.append(sequence_keys(self.config.train.seed, self.done, self.sequences))
-            micro_batches = [
-                MicroBatch(*map(self.send, tensors))
-                for tensors in zip(*(x.split(self.micro) for x in whole), strict=True)
-            ]
+            micro_batches = self.micro_batches()
         lr = learning_rate(self.done, self.config.train)
         metrics = train_step(
             self.model, self.optimizer, self.config, micro_batches, lr,
-            ranks=self.ranks, observe=observe,
+            step=self.done, ranks=self.ranks, observe=observe,
         )  # fmt: skip
         self.nonfinite |= metrics.nonfinite
         self.done += 1
         return metrics
+
+    def micro_batches(self) -> list[MicroBatch]:
+        """Return this rank's sequences of the next batch, and what is drawn for each, in pieces."""
+        t, rows = self.config.train, self.sequences
+        self.inputs, targets = self.batch()
+        keys = first_loops = None
+        if self.config.model.start == "noise":
+            keys = sequence_keys(t.seed, self.done, rows)
+        if t.loop_count_per == "sequence":
+            drawn = torch.tensor(loops_of_sequences(t, self.config.model.loops, self.done))
+            first_loops = (drawn.max() - drawn)[rows.start : rows.stop]
+
+        def piece(x: Tensor | None, first: int) -> Tensor | None:
+            return None if x is None else self.send(x[first : first + self.micro])
+
+        return [
+            MicroBatch(
+                self.send(self.inputs[i : i + self.micro]),
+                self.send(targets[i : i + self.micro]),
+                Draws(piece(keys, i), piece(first_loops, i)),
+            )
+            for i in range(0, len(rows), self.micro)
+        ]
 
     def batch(self) -> tuple[Tensor, Tensor]:
         """Return this rank's sequences of the next batch: tokens and targets, int64 [B, T]."""

@@ -19,7 +19,7 @@ from deeploop.analyze.plan.roofline import MEASURED
 from deeploop.config.backprop import segments
 from deeploop.config.presets import preset, presets
 from deeploop.model.looplm import LoopLM
-from deeploop.train.backprop import run_segment
+from deeploop.train.backprop import MicroBatch, run_segment
 from deeploop.train.setup import open_run
 
 
@@ -65,7 +65,7 @@ def peak(config) -> int:
             p.grad = torch.zeros_like(p)
         state = None
         for segment in segments(config.train, config.model.loops):
-            state = run_segment(model, config, segment, x, x, state).state
+            state = run_segment(model, config, segment, MicroBatch(x, x), state).state
     return live.peak
 
 

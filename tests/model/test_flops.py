@@ -10,7 +10,7 @@ from deeploop.config.backprop import segments
 from deeploop.config.presets import preset
 from deeploop.model.flops import flops_per_token
 from deeploop.model.looplm import LoopLM
-from deeploop.train.backprop import run_segment
+from deeploop.train.backprop import MicroBatch, run_segment
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_a_dense_step_runs_the_flops_that_torch_counts(plan, residual, unlooped)
     with FlopCounterMode(display=False) as counter:
         state = None
         for segment in segments(config.train, 3):
-            state = run_segment(lm, config, segment, tokens, tokens, state).state
+            state = run_segment(lm, config, segment, MicroBatch(tokens, tokens), state).state
     # In bfloat16 a CPU's attention is two plain products, which torch counts.
     assert counter.get_total_flops() / tokens.numel() == flops_per_token(config)
 

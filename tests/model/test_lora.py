@@ -13,7 +13,8 @@ from deeploop.model.flops import flops_per_token
 from deeploop.model.looplm import LoopLM, count_parameters
 from deeploop.model.memory import parameters
 from deeploop.runs import checkpoint
-from deeploop.train.setup import describe, open_run
+from deeploop.train.describe import describe
+from deeploop.train.setup import open_run
 from deeploop.train.step import train_step
 from deeploop.utils.errors import InputError
 from tests.helpers.data import refused

@@ -11,7 +11,7 @@ from deeploop.analyze.diagnose.diagnostics import Batch, as_figures, measure_sta
 from deeploop.config import Config, TrainConfig
 from deeploop.config.backprop import segments
 from deeploop.model.looplm import LoopLM
-from deeploop.train.backprop import run_segment
+from deeploop.train.backprop import MicroBatch, run_segment
 from deeploop.train.optim import adamw
 from deeploop.train.setup import open_run
 from deeploop.utils.device import autocast
@@ -38,7 +38,7 @@ def gradients(model, x, **train):
     config = Config(model=model.config, train=TrainConfig(batch_size=4, **train))
     state = None
     for segment in segments(config.train, model.config.loops):
-        result = run_segment(model, config, segment, x, x, state, None)
+        result = run_segment(model, config, segment, MicroBatch(x, x), state, None)
         state = result.state
     return result.loss, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 

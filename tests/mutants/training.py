@@ -111,8 +111,8 @@ MUTANTS = [
         "loads_without_gradient_lost",
         "The loads of loops without gradient are left out",
         "deeploop/train/backprop.py",
-        "state, loads = model.rule.detach(before), before.expert_loads",
-        "state = model.rule.detach(before)",
+        "state, loads = model.detach(before), before.expert_loads",
+        "state = model.detach(before)",
         "train/test_step.py::test_the_bias_moves_by_the_loads_of_its_own_layer",
     ),
     Mutant(

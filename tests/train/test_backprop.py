@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from deeploop.config import Config, TrainConfig
 from deeploop.config.backprop import Segment, segments
-from deeploop.train.backprop import run_segment
+from deeploop.train.backprop import MicroBatch, run_segment
 from tests.helpers.loom_cases import build, small
 
 RESIDUALS = ["loom", "loom-released", "deeploop", "pre_norm"]
@@ -33,7 +33,7 @@ def run(model, config, x, y):
     model.zero_grad()
     state, losses = None, []
     for segment in segments(config.train, config.model.loops):
-        result = run_segment(model, config, segment, x, y, state, None)
+        result = run_segment(model, config, segment, MicroBatch(x, y), state, None)
         state = result.state
         losses.append(result.loss)
     return losses, {n: p.grad for n, p in model.named_parameters()}
@@ -115,7 +115,7 @@ def test_every_segment_reaches_the_embedding_and_only_its_own_routers():
     state = None
     for segment in segments(config.train, 6):
         model.zero_grad()
-        state = run_segment(model, config, segment, x, y, state, None).state
+        state = run_segment(model, config, segment, MicroBatch(x, y), state, None).state
         assert model.embed_tokens.weight.grad.norm() > 0
         for sublayer in model.sublayers[1::2]:
             reached = {i for i, r in enumerate(sublayer.branch.routers) if r.grad is not None}
@@ -126,11 +126,11 @@ def test_every_segment_reaches_the_embedding_and_only_its_own_routers():
 def test_later_segments_embed_with_the_weights_as_they_are_then():
     model, config, x, y = make(backprop="segments", backprop_loops=3)
     first, second = segments(config.train, 6)
-    state = run_segment(model, config, first, x, y, None, None).state
-    before = run_segment(model, config, second, x, y, state, None).loss
+    state = run_segment(model, config, first, MicroBatch(x, y), None, None).state
+    before = run_segment(model, config, second, MicroBatch(x, y), state, None).loss
     with torch.no_grad():
         model.embed_tokens.weight.mul_(1.5)
-    after = run_segment(model, config, second, x, y, state, None).loss
+    after = run_segment(model, config, second, MicroBatch(x, y), state, None).loss
     assert before != after
 
 
@@ -166,7 +166,7 @@ def test_watch_sees_each_visit_once(recompute):
     model, config, x, y = make(loops=2, recompute=recompute)
     seen = []
     (segment,) = segments(config.train, 2)
-    run_segment(model, config, segment, x, y, None, lambda visit, h: seen.append(visit))
+    run_segment(model, config, segment, MicroBatch(x, y), None, lambda visit, h: seen.append(visit))
     assert [(v.loop, v.sublayer_index) for v in seen] == [
         (t, j) for t in range(2) for j in range(4)
     ]
@@ -204,7 +204,7 @@ def test_micro_batches_add_up_to_the_batch():
     for rows in (slice(0, 1), slice(1, 3)):
         state = None
         for i, segment in enumerate(segments(config.train, 6)):
-            result = run_segment(model, config, segment, x[rows], y[rows], state, None)
+            result = run_segment(model, config, segment, MicroBatch(x[rows], y[rows]), state, None)
             state = result.state
             sums[i] += result.loss
     for a, b in zip(sums, whole_losses, strict=True):

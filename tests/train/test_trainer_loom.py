@@ -9,10 +9,11 @@ import torch
 from deeploop.config import ModelConfig, MoEConfig
 from deeploop.model.moe.layer import MoE
 from deeploop.runs import checkpoint
+from deeploop.train.describe import describe, without_effect
 from deeploop.train.metrics import load_spread, router_overlap
 from deeploop.train.optim import learning_rate
 from deeploop.train.progress import ProgressBar
-from deeploop.train.setup import describe, open_run, without_effect
+from deeploop.train.setup import open_run
 from deeploop.utils.errors import Diverged, InputError
 
 pytestmark = pytest.mark.usefixtures("no_pictures")

@@ -257,7 +257,7 @@ def simulate(
 def state_bytes(model: LoopLM, config: Config, tokens: Tensor) -> int:
     """Return the bytes of the state that crosses a segment boundary."""
     with torch.no_grad(), autocast(tokens.device, config.train.precision):
-        state = model.rule.detach(model.run(tokens, range(1)))
+        state = model.detach(model.run(tokens, range(1)))
     return sum(x.nbytes for x in tree_leaves(state) if isinstance(x, Tensor))
 
 

@@ -120,6 +120,7 @@ def looped_config(config: ModelConfig, loops: int, rank: int) -> ModelConfig:
         ("inject", ("none",)),
         ("loop_norm", ("none", "last")),
         ("loop_signal", ("none",)),
+        ("depth", ("fixed",)),
         ("lora_rank", (0,)),
     ):
         if (value := getattr(config, name)) not in allowed:

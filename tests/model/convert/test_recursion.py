@@ -143,6 +143,7 @@ def test_weights_keep_their_dtype_and_the_old_ones_stay():
         ({"inject": "add"}, (2,), ["model.inject=add", "model.inject=none"]),
         ({"loop_norm": "each"}, (2,), ["model.loop_norm=each"]),
         ({"loop_signal": "add"}, (2,), ["model.loop_signal=add"]),
+        ({"depth": "gate"}, (2,), ["model.depth=gate", "model.depth=fixed"]),
         ({"residual": "peri_norm"}, (2,), ["model.residual=peri_norm", "pre_norm"]),
         ({"residual": "post_norm"}, (2,), ["model.residual=post_norm"]),
         ({"residual": "deeploop"}, (2,), ["model.residual=deeploop"]),

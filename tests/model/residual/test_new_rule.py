@@ -10,7 +10,8 @@ from deeploop.analyze.plan.planner import estimate, target_of
 from deeploop.config.model import RESIDUALS, ResidualChoice
 from deeploop.model.looplm import LoopLM
 from deeploop.runs import checkpoint
-from deeploop.train.setup import describe, open_run
+from deeploop.train.describe import describe
+from deeploop.train.setup import open_run
 from deeploop.utils.errors import InputError
 from tests.helpers.plain_model import check_gradients, scattered
 

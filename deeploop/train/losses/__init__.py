@@ -1,0 +1,15 @@
+"""Losses of a step: after which loops the head predicts, and what weighs it. See `base`."""
+
+import importlib
+
+from deeploop.config import TrainConfig
+from deeploop.config.train import LOSSES
+from deeploop.train.losses.base import Loss
+
+__all__ = ["Loss", "loss_rule"]
+
+
+def loss_rule(config: TrainConfig) -> Loss:
+    """Make the loss that `config.loss` names (`deeploop.config.train.LOSSES`)."""
+    module, _, name = LOSSES[config.loss].loss.partition(":")
+    return getattr(importlib.import_module(module), name)(config)
