@@ -57,6 +57,7 @@ def run_segment(
     state: LoopState | None = None,
     on_visit: OnVisit | None = None,
     chunk_rows: int | None = None,
+    teacher: LoopLM | None = None,
 ) -> SegmentResult:
     """Run forward, loss and backward of one segment on one micro-batch; gradients add up.
 
@@ -69,6 +70,7 @@ def run_segment(
         state: state after the segment before; a segment that starts from the tokens ignores it.
         on_visit: called with each visit and the stream after it.
         chunk_rows: rows of logits alive at once (`deeploop.model.loss`).
+        teacher: whose predictions are a target beside the text, in eval mode.
 
     Raises nothing on a loss that is not finite.
     """
@@ -76,7 +78,7 @@ def run_segment(
     tokens, batch_tokens = batch.tokens, t.batch_size * m.seq_len
     share = tokens.numel() / batch_tokens
     state = None if segment.from_start else state
-    loss_of, ends = loss_rule(t), LoopEnds(model, tokens, on_visit)
+    loss_of, ends = loss_rule(t, teacher), LoopEnds(model, tokens, on_visit)
     loads: tuple[Tensor, ...] = ()
     name = f"loops {segment.loops.start + 1}-{segment.loops.stop}"
     with span(f"{name} forward"), autocast(tokens.device, t.precision):

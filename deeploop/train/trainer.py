@@ -172,7 +172,7 @@ class Trainer:
         lr = learning_rate(self.done, self.config.train)
         metrics = train_step(
             self.model, self.optimizer, self.config, micro_batches, lr,
-            step=self.done, ranks=self.ranks, observe=observe,
+            step=self.done, ranks=self.ranks, observe=observe, teacher=self.teacher,
         )  # fmt: skip
         self.nonfinite |= metrics.nonfinite
         self.done += 1
