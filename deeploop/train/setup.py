@@ -245,7 +245,11 @@ def prepare(
 
     The arguments are those of `open_run`; `lock` receives the main rank's lock.
     """
-    ckpt = restarted(config) or ckpt
+    begun = restarted(config)
+    if begun is not None:
+        ckpt = begun
+        if config.train.precision == "auto":  # another machine may resolve it to another one
+            config = config.replace("train", precision=begun.config.train.precision)
     in_place = ckpt is not None and same_folder(config.train.out, ckpt)
     check_memory(config, ranks)
     if ckpt is not None and in_place and ranks.is_main:

@@ -84,11 +84,17 @@ def choose(take: Tensor, after: LoopState, before: LoopState) -> LoopState:
         return torch.where(take.view(*take.shape, *[1] * (new.dim() - 2)), new, old)
 
     def pick_memory(new: Tensor | None, old: Tensor | None) -> Tensor | None:
-        return new if new is None or old is None else pick(new, old)
+        if new is None or old is None:  # None stands for zeros
+            if new is None and old is None:
+                return None
+            zeros = torch.zeros_like(old if new is None else new)
+            new, old = zeros if new is None else new, zeros if old is None else old
+        return pick(new, old)
 
     memory = after.memory
-    if memory is not None and before.memory is not None:
-        memory = type(memory)(*map(pick_memory, memory, before.memory))
+    if memory is not None:
+        old = type(memory)() if before.memory is None else before.memory
+        memory = type(memory)(*map(pick_memory, memory, old))
     return after._replace(h=pick(after.h, before.h), n=None, memory=memory)
 
 
