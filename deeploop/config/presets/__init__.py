@@ -5,20 +5,25 @@ import difflib
 from deeploop.config import Config
 from deeploop.config.presets.gpt2 import gpt2_presets
 from deeploop.config.presets.loom import LOOM_ABLATIONS, loom_presets
+from deeploop.config.presets.relaxed import rrt_tiny
 from deeploop.utils.errors import InputError
 
 SUMMARY = (
-    "deeploop-tiny, gpt2-{small,medium}-r{1,3,5,7}-{baseline,deeploop}, "
+    "deeploop-tiny, gpt2-{small,medium}-r{1,3,5,7}-{baseline,deeploop}, rrt-tiny, "
     "loom-{tiny,100m,329m,1.7b,700m-isoflop-h1..6}, each loom also with "
     "-released or an ablation: " + ", ".join(f"-{name}" for name in LOOM_ABLATIONS)
 )
 
-PAPERS = {"gpt2-": "DeepLoop, 2607.13491", "loom-": "LOOM, 2610.01153"}  # by a name's beginning
+PAPERS = {  # by a name's beginning
+    "gpt2-": "DeepLoop, 2607.13491",
+    "loom-": "LOOM, 2610.01153",
+    "rrt-": "Relaxed Recursive, 2410.20672",
+}
 
 
 def presets() -> dict[str, Config]:
     """Return every named configuration by its name."""
-    named = [Config(preset="deeploop-tiny"), *gpt2_presets(), *loom_presets()]
+    named = [Config(preset="deeploop-tiny"), *gpt2_presets(), *loom_presets(), rrt_tiny()]
     return {config.preset: config for config in named}
 
 
