@@ -143,4 +143,5 @@ def counts_loops(config: ModelConfig, rule: Residual) -> bool:
     c = config
     injects = c.inject == "convex" or (c.inject == "add" and c.start == "embedding")
     routers = bool(c.moe.experts) and c.moe.router_per_loop
-    return injects or routers or c.loop_signal != "none" or rule.counts_loops
+    own = routers or bool(c.lora_rank)  # matrices of one loop alone
+    return injects or own or c.loop_signal != "none" or rule.counts_loops
