@@ -45,7 +45,7 @@ class LoopBorders(nn.Module):
     @property
     def uses_input(self) -> bool:
         """Whether loops after the first read the loops' input e."""
-        return self.rule.uses_input or self.injection is not None
+        return reads_input(self.config, self.rule)
 
     def norms_after(self, last: bool) -> bool:
         """Return whether a loop's last visit norms for the visit after it (last: the last loop)."""
@@ -136,6 +136,11 @@ def check_borders(config: ModelConfig, rule: Residual) -> None:
             f"model.inject={config.inject}: the rule {name} changes the stream at the start of a "
             "loop, too; switch that off in the rule's fields"
         )
+
+
+def reads_input(config: ModelConfig, rule: Residual) -> bool:
+    """Return whether loops after the first read the loops' input e."""
+    return rule.uses_input or config.inject != "none"
 
 
 def counts_loops(config: ModelConfig, rule: Residual) -> bool:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from deeploop.config import Config, ModelConfig
 from deeploop.config.backprop import Segment, segments
 from deeploop.config.train import LOSSES
+from deeploop.model.borders import reads_input
 from deeploop.model.lora import adapter_rank
 from deeploop.model.residual import residual_rule
 
@@ -84,7 +85,7 @@ def flops_per_token(config: Config) -> float:
 def _flops(config: Config, plan: Sequence[Segment]) -> float:
     """Count the model FLOPs of one token under the segments of a step."""
     m, each_loop = config.model, LOSSES[config.train.loss].each_loop
-    injects = residual_rule(m).uses_input or m.inject != "none"
+    injects = reads_input(m, residual_rule(m))
     prelude = unlooped_flops(m, m.prelude)
     loss = 2 * m.vocab_size * m.d_model + unlooped_flops(m, m.coda)
     total = 0.0

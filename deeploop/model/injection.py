@@ -24,12 +24,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deeploop.config import ModelConfig
+from deeploop.config.scaling import convex_weight
 from deeploop.kernels import inject
 
 if TYPE_CHECKING:
     from deeploop.model.state import LoopState, Visit
 
-CONVEX_STRENGTH = 0.5  # lambda of g_t = lambda / (t sqrt K)
 INITIAL_DECAY = math.sqrt(1 / 5)  # a, where A_log starts at 0
 
 
@@ -84,7 +84,7 @@ class Convex(Injection):
     """convex: (1 - g_t) s + g_t e."""
 
     def terms(self, h: Tensor, x: Tensor, loop: int) -> tuple[Tensor, Tensor, float, float] | None:
-        g = min(1.0, CONVEX_STRENGTH / ((loop + 1) * math.sqrt(self.config.n_layers)))
+        g = convex_weight(loop + 1, self.config.n_layers)
         return (h, x, 1 - g, g) if self.acts(loop) else None
 
 

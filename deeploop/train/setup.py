@@ -14,7 +14,7 @@ from deeploop.config import Config
 from deeploop.config.fields import entries
 from deeploop.data.corpus import Corpus, load_corpus
 from deeploop.data.ngrams import ngram_bits
-from deeploop.model.borders import counts_loops
+from deeploop.model.borders import counts_loops, reads_input
 from deeploop.model.memory import check_training
 from deeploop.model.moe.experts import check_strides
 from deeploop.model.residual import residual_rule
@@ -71,8 +71,7 @@ def resolve(config: Config, corpus: Corpus, ranks: Ranks) -> Config:
         )
     m, t = config.model, config.train
     cut_off = t.backprop == "last" and t.backprop_loops < m.loops
-    read_again = m.inject != "none" or residual_rule(m).uses_input
-    if m.prelude and cut_off and not read_again:
+    if m.prelude and cut_off and not reads_input(m, residual_rule(m)):
         raise InputError(
             f"model.prelude={m.prelude}: gets no gradient with train.backprop=last under "
             f"model.residual={m.residual} and model.inject=none, where later loops do not read its "
