@@ -13,6 +13,7 @@ from deeploop.cli.convert import ConvertArguments
 from deeploop.config.fields import entries
 from deeploop.model.convert.recursion import INITS
 from deeploop.runs import checkpoint
+from deeploop.train.parents import find_parents
 from deeploop.train.setup import open_run
 from tests.helpers.data import refused, train_bpe
 
@@ -135,6 +136,19 @@ def test_adapters_may_start_fresh_and_no_other_weight(plain, quiet, tmp_path):
     absent = new.replace("train", init="nowhere", out=str(tmp_path / "other"))
     refused(lambda: open_run(absent, quiet), "train.init=", "nowhere", "no such folder")
     assert not (tmp_path / "other").exists()
+
+
+def test_ranks_must_start_from_the_same_weights_and_have_the_same_teacher(plain, quiet, tmp_path):
+    """A path may lead to other files on another machine."""
+    corpus = open_run(plain.replace("train", out=str(tmp_path / "other"), seed=7), quiet).corpus
+    facts = []
+    for seed in (0, 7):
+        folder = str(tmp_path / str(seed))
+        open_run(plain.replace("train", out=folder, seed=seed), quiet).fit()
+        config = checkpoint.find(folder).config.replace("train", init=folder, teacher=folder)
+        facts.append(find_parents(config, corpus, started=False).facts())
+    assert facts[0].keys() == {"the weights of train.init", "the weights of train.teacher"}
+    assert all(facts[0][name] != facts[1][name] for name in facts[0])
 
 
 def test_a_converted_run_has_its_parents_tokenizer(capsys, plain, quiet, tmp_path, corpus_file):
