@@ -20,6 +20,7 @@ PLANS = {
     "segments": {"backprop": "segments", "backprop_loops": 2},
     "segments, one step": {"backprop": "segments", "backprop_loops": 2, "step_per": "batch"},
     "last": {"backprop": "last", "backprop_loops": 2},
+    "drawn": {"backprop": "last", "backprop_loops": 2, "loop_count": "poisson", "seed": 4},
     "recomputed": {"backprop": "segments", "backprop_loops": 2, "recompute": "visit"},
 }
 MICRO = {"no accumulation": 4, "accumulation": 2}  # of a global batch of 8, 4 a rank of two

@@ -26,7 +26,7 @@ def scattered(model: LoopLM) -> LoopLM:
     for name, p in model.named_parameters():
         if "norm" in name:
             p.data.uniform_(0.5, 1.5)
-        if "router" in name or "borders" in name:
+        if "router" in name or "borders" in name or name.startswith("depth"):
             p.data.normal_(std=1.0 if "router" in name else 0.3)
     for name, b in model.named_buffers():
         if name.endswith("bias"):
@@ -122,55 +122,76 @@ def plain_modulation(model, loop, j):
     return 1 + y[2 * j * d : (2 * j + 1) * d], 1 + y[(2 * j + 1) * d : (2 * j + 2) * d]
 
 
+def plain_norm(model, h, gain):
+    """The norm before a branch or the head, where the rule has one."""
+    if not model.rule.norms_input:
+        return h if gain is None else h * gain
+    return rms_norm(h, gain, model.config.norm_eps)
+
+
+def plain_blocks(model, s, sublayers, loop):
+    """Some blocks; loop is None outside of the loops."""
+    for j, sublayer in enumerate(sublayers):
+        scale, gate = (1.0, 1.0) if loop is None else plain_modulation(model, loop, j)
+        n = plain_norm(model, s.h, sublayer.gain_in) * scale
+        f = plain_branch(sublayer.branch, n, model.config, loop or 0) * gate
+        s = model.rule.reference(s, f, Visit(loop, j // 2, j, sublayer, None))
+    return s
+
+
+def plain_start(model, tokens, keys=None):
+    """The loops' input, and the state before the first of them."""
+    c, rule = model.config, model.rule
+    gain = model.norm_embed and model.norm_embed.weight
+    s = LoopState(rule.embed(model.embed_tokens.weight[tokens], gain))
+    s = plain_blocks(model, s, model.prelude, None)
+    e = s.h
+    if c.start == "noise":
+        keys = torch.zeros(len(tokens), dtype=torch.int64) if keys is None else keys
+        s = LoopState(truncated_normal(keys, range(tokens.shape[1]), c.d_model, c.start_std).to(e))
+    return e, s
+
+
+def plain_loop(model, s, e, loop):
+    """One loop with all that is at its borders; every token takes part."""
+    c = model.config
+    h = s.h + plain_signal(loop, c.d_model) if c.loop_signal == "add" else s.h
+    s = s._replace(h=plain_injection(model, h, e, loop))
+    s = plain_blocks(model, model.rule.start_reference(s, e, loop), model.sublayers, loop)
+    if c.loop_norm == "each":
+        s = s._replace(h=rms_norm(s.h, model.final_gain, c.norm_eps))
+    return s
+
+
+def plain_readout(model, s):
+    """Final normalised states [B, T, d_model] of the state after some loops."""
+    c = model.config
+    if c.loop_norm == "last":
+        s = s._replace(h=rms_norm(s.h, model.final_gain, c.norm_eps))
+    if c.loop_norm != "none" and not model.coda:
+        return s.h
+    return plain_norm(model, plain_blocks(model, s, model.coda, None).h, model.final_gain)
+
+
 def plain_forward(model: LoopLM, tokens, loops=None, keys=None):
     """Final normalised states [B, T, d_model], from a model's weights and its rule's reference.
 
     The norms before branches and head are written here, those of the rule in its reference.
     """
-    c, rule = model.config, model.rule
-    s = LoopState(
-        rule.embed(model.embed_tokens.weight[tokens], model.norm_embed and model.norm_embed.weight)
-    )
-
-    def normed(h, gain):
-        if not rule.norms_input:
-            return h if gain is None else h * gain
-        return rms_norm(h, gain, c.norm_eps)
-
-    def walk(s, sublayers, loop):
-        for j, sublayer in enumerate(sublayers):
-            scale, gate = (1.0, 1.0) if loop is None else plain_modulation(model, loop, j)
-            n = normed(s.h, sublayer.gain_in) * scale
-            f = plain_branch(sublayer.branch, n, c, loop or 0) * gate
-            s = rule.reference(s, f, Visit(loop, j // 2, j, sublayer, None))
-        return s
-
-    s = walk(s, model.prelude, None)
-    e = s.h
-    if c.start == "noise":
-        keys = torch.zeros(len(tokens), dtype=torch.int64) if keys is None else keys
-        s = LoopState(truncated_normal(keys, range(tokens.shape[1]), c.d_model, c.start_std).to(e))
-    for loop in range(c.loops if loops is None else loops):
-        h = s.h + plain_signal(loop, c.d_model) if c.loop_signal == "add" else s.h
-        s = s._replace(h=plain_injection(model, h, e, loop))
-        s = walk(rule.start_reference(s, e, loop), model.sublayers, loop)
-        if c.loop_norm == "each":
-            s = s._replace(h=rms_norm(s.h, model.final_gain, c.norm_eps))
-    if c.loop_norm == "last":
-        s = s._replace(h=rms_norm(s.h, model.final_gain, c.norm_eps))
-    if c.loop_norm != "none" and not model.coda:
-        return s.h
-    return normed(walk(s, model.coda, None).h, model.final_gain)
+    e, s = plain_start(model, tokens, keys)
+    for loop in range(model.config.loops if loops is None else loops):
+        s = plain_loop(model, s, e, loop)
+    return plain_readout(model, s)
 
 
-def check_gradients(model: LoopLM, tokens, **tolerance):
+def check_gradients(model: LoopLM, tokens, plain=plain_forward, **tolerance):
     """Compare a model's final states and all gradients with the plain model's."""
-    n, wanted = model(tokens), plain_forward(model, tokens)
+    n, wanted = model(tokens), plain(model, tokens)
     torch.testing.assert_close(n, wanted, **tolerance)
     direction = torch.randn(n.shape, dtype=n.dtype, generator=torch.Generator().manual_seed(2))
     parameters = dict(model.named_parameters())
     parameters.pop("lm_head.weight", None)  # used after the final states
     ours = torch.autograd.grad((n * direction).sum(), list(parameters.values()))
-    plain = torch.autograd.grad((wanted * direction).sum(), list(parameters.values()))
-    for name, a, b in zip(parameters, ours, plain, strict=True):
+    theirs = torch.autograd.grad((wanted * direction).sum(), list(parameters.values()))
+    for name, a, b in zip(parameters, ours, theirs, strict=True):
         torch.testing.assert_close(a, b, **tolerance, msg=lambda m, n=name: f"{n}: {m}")

@@ -29,8 +29,8 @@ BORDERS = {  # a pairwise choice: each value of a field meets most values of the
 
 def config_of(residual="pre_norm", **fields):
     m = ModelConfig(
-        residual=residual, d_model=16, n_heads=2, n_layers=2, loops=3, vocab_size=31,
-        seq_len=16, norm_eps=EPS, rope_base=ROPE_BASE, d_ff=24, **fields,
+        residual=residual, d_model=16, n_heads=2, n_layers=2, vocab_size=31, norm_eps=EPS,
+        rope_base=ROPE_BASE, d_ff=24, **{"loops": 3, "seq_len": 16} | fields,
     )  # fmt: skip
     if residual != "loom" or m.inject == "none":
         return m

@@ -84,11 +84,16 @@ def choose(take: Tensor, after: LoopState, before: LoopState) -> LoopState:
         return torch.where(take.view(*take.shape, *[1] * (new.dim() - 2)), new, old)
 
     def pick_memory(new: Tensor | None, old: Tensor | None) -> Tensor | None:
-        return new if new is None or old is None else pick(new, old)
+        some = old if new is None else new
+        if some is None:
+            return None
+        zeros = torch.zeros_like(some) if new is None or old is None else some  # None is zeros
+        return pick(zeros if new is None else new, zeros if old is None else old)
 
     memory = after.memory
-    if memory is not None and before.memory is not None:
-        memory = type(memory)(*map(pick_memory, memory, before.memory))
+    if memory is not None:
+        old = type(memory)() if before.memory is None else before.memory
+        memory = type(memory)(*map(pick_memory, memory, old))
     return after._replace(h=pick(after.h, before.h), n=None, memory=memory)
 
 
