@@ -1,16 +1,21 @@
 """Compute held-out loss in nats per token and in bits per byte."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
+from torch import Tensor
 
 from deeploop.data.batches import val_batches
 from deeploop.data.corpus import Corpus
 from deeploop.model.looplm import LoopLM
 from deeploop.model.loss import linear_cross_entropy
+from deeploop.model.state import LoopState
 from deeploop.utils.device import autocast
 from deeploop.utils.distributed import Ranks
+from deeploop.utils.errors import InputError
+
+Stop = Callable[[int], bool]
 
 
 def held_out_targets(corpus: Corpus, tokens: int) -> int:
@@ -19,7 +24,6 @@ def held_out_targets(corpus: Corpus, tokens: int) -> int:
     return min(tokens, every) if tokens else every
 
 
-@torch.no_grad()
 def validate(
     model: LoopLM,
     corpus: Corpus,
@@ -27,7 +31,7 @@ def validate(
     precision: str,
     tokens: int = 0,
     ranks: Ranks = Ranks(),  # noqa: B008
-    stop: Callable[[int], bool] = lambda done: False,
+    stop: Stop = lambda done: False,
 ) -> float | None:
     """Return the mean cross-entropy in nats per held-out token.
 
@@ -48,10 +52,104 @@ def validate(
     on the other sequences of its batch and on padding. (LOOM's released code keeps its
     capacity in validation.)
     """
-    seq_len = model.config.seq_len
-    device = model.embed_tokens.weight.device
+    total = torch.zeros((), dtype=torch.float64, device=model.head.device)
+
+    def add(inputs: Tensor, targets: Tensor) -> None:
+        total.add_(linear_cross_entropy(model(inputs), model.head, targets))
+
+    if not read_held_out(model, corpus, batch, precision, add, tokens, ranks, stop):
+        return None
+    ranks.all_reduce_([total])
+    return float(total) / held_out_targets(corpus, tokens)
+
+
+def validate_after(
+    model: LoopLM,
+    corpus: Corpus,
+    loops: Iterable[int],
+    batch: int,
+    precision: str,
+    tokens: int = 0,
+    ranks: Ranks = Ranks(),  # noqa: B008
+    stop: Stop = lambda done: False,
+) -> dict[int, float] | None:
+    """Return the mean cross-entropy after each of several numbers of loops, from one pass.
+
+    The figure of t loops is that of `validate` for a model that runs t, but for rounding.
+
+    Args:
+        loops: numbers of loops, each at least 1.
+
+    The others, None and the errors are those of `validate` and `run_loops`.
+    """
+    zero = torch.zeros((), dtype=torch.float64, device=model.head.device)
+    totals = {t: zero.clone() for t in sorted(set(loops))}
+
+    def add(inputs: Tensor, targets: Tensor) -> None:
+        def read(t: int, s: LoopState) -> None:
+            if t in totals:
+                n = model.coda_output(model.after_loops(s), inputs)
+                totals[t] += linear_cross_entropy(n, model.head, targets)
+
+        run_loops(model, inputs, max(totals), read)
+
+    if not read_held_out(model, corpus, batch, precision, add, tokens, ranks, stop):
+        return None
+    ranks.all_reduce_(totals.values())
+    return {t: float(total) / held_out_targets(corpus, tokens) for t, total in totals.items()}
+
+
+def run_loops(
+    model: LoopLM, tokens: Tensor, loops: int, read: Callable[[int, LoopState], None]
+) -> LoopState:
+    """Run loops and read the state after each; returns the one after the last.
+
+    Args:
+        tokens: int64 [B, T].
+        loops: to run, at least 1.
+        read: called with t = 1, 2, ... and the state after t loops, for `LoopLM.after_loops`.
+            The state is that of a forward through t loops.
+
+    Raises:
+        InputError: the depth rule does not run loop by loop.
+    """
+    done = 0
+
+    def on_loop(s: LoopState) -> None:
+        nonlocal done
+        done += 1
+        read(done, s._replace(n=None))  # n is normed for the loop after
+
+    s = model.run(tokens, range(loops), on_loop=on_loop)
+    if done != loops:
+        raise InputError(
+            f"model.depth={model.config.depth}: gives {done} states for {loops} loops, so that "
+            "there is none to read after each; evaluate it at one number of loops"
+        )
+    return s
+
+
+@torch.no_grad()
+def read_held_out(
+    model: LoopLM,
+    corpus: Corpus,
+    batch: int,
+    precision: str,
+    add: Callable[[Tensor, Tensor], None],
+    tokens: int = 0,
+    ranks: Ranks = Ranks(),  # noqa: B008
+    stop: Stop = lambda done: False,
+) -> bool:
+    """Call `add` with each held-out batch of this rank, the model in eval mode.
+
+    Args:
+        add: takes tokens and targets, int64 [B, T] on the model's device, IGNORE where the last
+            sequence is padded; it runs without gradient, in the given precision.
+
+    The others are those of `validate`. Returns False where `stop` ended it.
+    """
+    seq_len, device = model.config.seq_len, model.head.device
     count = held_out_targets(corpus, tokens)
-    total = torch.zeros((), dtype=torch.float64, device=device)
     training = model.training
     model.eval()
     batches = val_batches(corpus.val, batch=batch, seq_len=seq_len, targets=count)
@@ -59,16 +157,14 @@ def validate(
         for index, (inputs, targets) in enumerate(batches):
             if index % ranks.world == ranks.rank:
                 with autocast(device, precision):
-                    n = model(inputs.to(device))
-                    total += linear_cross_entropy(n, model.head, targets.to(device))
+                    add(inputs.to(device), targets.to(device))
             if index % ranks.world == ranks.world - 1:  # a message between ranks, once a round
                 done = min(count, (index + 1) * batch * seq_len)
                 if ranks.any_rank(stop(done)):
-                    return None
+                    return False
     finally:
         model.train(training)
-    ranks.all_reduce_([total])
-    return float(total) / count
+    return True
 
 
 def bits_per_byte(nats_per_token: float, corpus: Corpus, tokens: int = 0) -> float | None:
