@@ -19,12 +19,16 @@ import dataclasses
 import torch
 
 from deeploop.config import Config, ModelConfig
+from deeploop.config.backprop import segments
 from deeploop.model.flops import block_weights, dense_block_weights
 from deeploop.model.loss import CHUNK_BYTES
 from deeploop.model.residual import residual_rule
 from deeploop.utils.device import computes_in_bf16
 from deeploop.utils.memory import check_fits
 
+STEPS = (
+    16  # the first of a run, of which the one with the most loops is taken, where they are drawn
+)
 STREAM = 4  # bytes of a value of the residual stream, and of a weight
 
 
@@ -71,7 +75,8 @@ def saved_bytes(config: Config, branch_bytes: int) -> tuple[int, int]:
         what backward has freed before it.
     """
     m, t = config.model, config.train
-    loops = m.loops if t.backprop == "full" else min(t.backprop_loops, m.loops)
+    with_gradient = (len(s.loops) for step in range(STEPS) for s in segments(t, m.loops, step))
+    loops = max(with_gradient)
     updates = 2 * STREAM * m.d_model
     unlooped = sum(block_values(m, True, t.compile)) * branch_bytes + updates
     attention, rest = (n * branch_bytes for n in block_values(m, False, t.compile))

@@ -33,6 +33,8 @@ from deeploop.config.backprop import Segment, segments
 from deeploop.kernels import registry
 from deeploop.model.looplm import LoopLM
 from deeploop.model.loss import CHUNK_BYTES
+from deeploop.model.state import Draws
+from deeploop.train.backprop import MicroBatch
 from deeploop.train.optim import adamw
 from deeploop.train.step import apply_gradients, train_step
 from deeploop.utils.device import autocast
@@ -159,7 +161,11 @@ class StepMemory(NamedTuple):
 
 
 def step_memory(
-    config: Config, kind: Kind = "cuda", clock: Clock | None = None, exact: bool = False
+    config: Config,
+    kind: Kind = "cuda",
+    clock: Clock | None = None,
+    exact: bool = False,
+    step: int = 0,
 ) -> StepMemory:
     """Count the bytes of a training step of one process, from its second step on.
 
@@ -174,12 +180,13 @@ def step_memory(
             operators' temporary memory.
         clock: also counts the operators' seconds, in proportion to the sequences.
         exact: run the real size of micro-batch; the result is then valid for that size alone.
+        step: of the run, counted from 0; where loops are drawn, they are those of this step.
     """
     t, m = config.train, config.model
     sequences = t.micro_batch or t.batch_size
     chunk = chunk_rows(m, kind)
     unit = sequences if exact else recognisable_batch(sequences, m, chunk)
-    listed = segments(t, m.loops)
+    listed = segments(t, m.loops, step)
     waits = t.step_per == "segment" and len(listed) > 1
     with FakeTensorMode(), LiveBytes(unit, registry.scratch(kind)) as live:
         model = LoopLM(m)
@@ -199,7 +206,10 @@ def step_memory(
                 sublayer.branch.compile(backend=compiler, dynamic=False, fullgraph=True)
         record_gradients(model, live)
         live.instants.clear()
-        simulate(model, optimizer, config, (x, y), dict(distinct(listed)), live, clock, chunk)
+        each = t.loop_count_per == "sequence"
+        draws = Draws(first_loops=torch.zeros(unit, dtype=torch.int64) if each else None)
+        batch = MicroBatch(x, y, draws)
+        simulate(model, optimizer, config, batch, dict(distinct(listed)), live, clock, chunk)
     return StepMemory(weights, moments, live.instants, waiting, t.batch_size)
 
 
@@ -207,7 +217,7 @@ def simulate(
     model: LoopLM,
     optimizer: torch.optim.AdamW,
     config: Config,
-    micro_batch: tuple[Tensor, Tensor],
+    micro_batch: MicroBatch,
     times: dict[Segment, int],
     live: LiveBytes,
     clock: Clock | None,
@@ -220,7 +230,7 @@ def simulate(
     """
     t = config.train
     sequences = t.micro_batch or t.batch_size
-    micros, share = math.ceil(t.batch_size / sequences), sequences / len(micro_batch[0])
+    micros, share = math.ceil(t.batch_size / sequences), sequences / len(micro_batch.tokens)
     per_segment = t.step_per == "segment"
     last = 1  # times of the segment that ran last
 
@@ -298,7 +308,8 @@ def recognisable_batch(sequences: int, m: ModelConfig, chunk: int) -> int:
 def distinct(listed: list[Segment]) -> list[tuple[Segment, int]]:
     """Return the segments that differ, each with the number of segments it stands for.
 
-    Segments 2 .. n-1 are identical, so only the second is simulated; a shorter last one differs.
+    Segments 2 .. n-1 of one that goes through all loops are identical, so only the second is
+    simulated; a shorter last one differs.
     """
     if len(listed) < 3:
         return [(segment, 1) for segment in listed]

@@ -26,12 +26,14 @@ from deeploop.analyze.plan.hardware import DEVICES, Device, this_cpu
 from deeploop.analyze.plan.memory import Kind, PeakBytes, few_chunks, step_memory
 from deeploop.analyze.plan.roofline import GPU, MEASURED, Clock, Efficiency
 from deeploop.config import Config, ModelConfig
+from deeploop.config.backprop import segments
 from deeploop.model.flops import flops_per_token
 from deeploop.model.looplm import LoopLM
 from deeploop.utils.device import computes_in_bf16
 from deeploop.utils.errors import InputError
 
 VOCABULARIES = {"auto": 256, "byte": 256, "gpt2": 50257}
+DRAWS = 20_000
 RESERVE = 0.05  # of a GPU's memory: CUDA's context, libraries' workspaces, fragments
 
 
@@ -156,18 +158,44 @@ def count(config: Config, target: Target, timed: bool = True) -> Step:
 
 
 def count_whole(config: Config, target: Target, timed: bool = True) -> Step:
-    """Predict a step by running all of its layers."""
+    """Predict a step by running all of its layers.
+
+    Where loops are drawn, seconds are those of a step of typical cost, and bytes those of the
+    costliest of the run's steps.
+    """
     clock = Clock(target.device, target.efficiency, config.model.vocab_size)
-    counted = step_memory(config, target.kind, clock if timed else None)
+    typical, costliest = steps_of_interest(config)
+    counted = step_memory(config, target.kind, clock if timed else None, step=typical)
+    if costliest != typical:
+        counted = step_memory(config, target.kind, step=costliest)
     memory = counted.at
     if few_chunks(config, target.kind):
         size = config.train.micro_batch or config.train.batch_size
-        exact = step_memory(config, target.kind, exact=True).at(size)
+        exact = step_memory(config, target.kind, exact=True, step=costliest).at(size)
 
         def memory(sequences: int) -> PeakBytes:
             return exact if sequences == size else counted.at(sequences)
 
     return Step(memory, dict(clock.seconds), clock.host)
+
+
+def steps_of_interest(config: Config) -> tuple[int, int]:
+    """Return a step whose number of loops is typical, and the run's step with the most.
+
+    Of a long run the first steps are searched, as many as draw 20,000 numbers of loops. The loops
+    are those with gradient, and where these are equal all loops.
+    """
+    t, loops = config.train, config.model.loops
+    drawn = t.batch_size if t.loop_count_per == "sequence" else 1
+
+    def size(step: int) -> tuple[int, int]:
+        listed = segments(t, loops, step)
+        return sum(len(s.loops) for s in listed), sum(s.loops.stop for s in listed)
+
+    sizes = [size(step) for step in range(max(1, min(t.steps, DRAWS // drawn)))]
+    mean = tuple(sum(column) / len(sizes) for column in zip(*sizes, strict=True))
+    typical = min(sizes, key=lambda s: (abs(s[0] - mean[0]), abs(s[1] - mean[1])))
+    return sizes.index(typical), sizes.index(max(sizes))
 
 
 def largest(config: Config, target: Target, step: Step) -> int:

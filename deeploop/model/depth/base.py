@@ -102,12 +102,11 @@ def choose(take: Tensor, after: LoopState, before: LoopState) -> LoopState:
         return torch.where(take.view(*take.shape, *[1] * (new.dim() - 2)), new, old)
 
     def pick_memory(new: Tensor | None, old: Tensor | None) -> Tensor | None:
-        if new is None or old is None:  # None stands for zeros
-            if new is None and old is None:
-                return None
-            zeros = torch.zeros_like(old if new is None else new)
-            new, old = zeros if new is None else new, zeros if old is None else old
-        return pick(new, old)
+        some = old if new is None else new
+        if some is None:
+            return None
+        zeros = torch.zeros_like(some) if new is None or old is None else some  # None is zeros
+        return pick(zeros if new is None else new, zeros if old is None else old)
 
     memory = after.memory
     if memory is not None:
