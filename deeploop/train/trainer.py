@@ -15,11 +15,11 @@ from rich.console import Console
 from torch import Tensor
 
 from deeploop.config import Config
-from deeploop.config.loop_count import loops_of_sequences
+from deeploop.config.loop_count import listed_loops, loops_of_sequences
 from deeploop.data.batches import train_batch
 from deeploop.data.corpus import Corpus
 from deeploop.eval.generate import sample
-from deeploop.eval.validate import bits_per_byte, held_out_targets, validate
+from deeploop.eval.validate import bits_per_byte, held_out_targets, validate, validate_after
 from deeploop.model.looplm import LoopLM, count_parameters
 from deeploop.model.noise import sequence_keys
 from deeploop.model.state import Draws
@@ -75,6 +75,7 @@ class Trainer:
         self.stopped: list[int] = []  # signals that ask the run to stop, received so far
         self.inputs: Tensor | None = None  # this rank's sequences of the last step, int64 [B, T]
         self.validated = -1, math.nan  # at which step, to how many nats per token
+        self.by_loops: dict[str, list[Any]] = {}  # then: train.eval_loops, and the nats after each
         self.nonfinite = torch.zeros((), dtype=torch.bool, device=self.device)
         self.speed = Throughput(config.train.batch_size * config.model.seq_len)
 
@@ -244,21 +245,33 @@ class Trainer:
         Raises Diverged if the loss is not finite.
         """
         self.check_finite()
-        t = self.config.train
         with self.speed.paused():
-            loss = validate(
-                self.model, self.corpus, self.micro, t.precision, t.eval_tokens, self.ranks,
-                self.stop_validation,
-            )  # fmt: skip
-        if loss is None:
+            losses = self.held_out_losses()
+        if losses is None:
             return
-        bits = bits_per_byte(loss, self.corpus, t.eval_tokens)
-        self.metrics.write(step=self.done, val_loss=loss, val_bits_per_byte=bits)
+        loss, by_loops = losses
+        bits = bits_per_byte(loss, self.corpus, self.config.train.eval_tokens)
+        listed = {"val_loops": list(by_loops), "val_loop_losses": list(by_loops.values())}
+        self.by_loops = listed if by_loops else {}
+        self.metrics.write(step=self.done, val_loss=loss, val_bits_per_byte=bits, **self.by_loops)
         if not math.isfinite(loss):
             raise self.diverged("held-out loss is not finite at step")
         in_bits = "" if bits is None else f" ({bits:.3f} bits/byte)"
-        self.live.say(f"step {self.done:>6}  held-out loss {loss:.4f}{in_bits}")
+        after = ", ".join(f"{n}: {nats:.3f}" for n, nats in by_loops.items())
+        after = f"; after loops {after}" if after else ""
+        self.live.say(f"step {self.done:>6}  held-out loss {loss:.4f}{in_bits}{after}")
         self.validated = self.done, loss
+
+    def held_out_losses(self) -> tuple[float, dict[int, float]] | None:
+        """Return the held-out loss, and that after each of train.eval_loops; None if stopped."""
+        t, loops = self.config.train, self.config.model.loops
+        given = self.micro, t.precision, t.eval_tokens, self.ranks, self.stop_validation
+        if not t.eval_loops:
+            loss = validate(self.model, self.corpus, *given)
+            return None if loss is None else (loss, {})
+        wanted = listed_loops(t.eval_loops, "train.eval_loops")
+        losses = validate_after(self.model, self.corpus, [*wanted, loops], *given)
+        return None if losses is None else (losses[loops], {n: losses[n] for n in wanted})
 
     def stop_validation(self, done: int) -> bool:
         """Show that `done` targets are read; returns whether a signal asks to stop."""
@@ -316,6 +329,7 @@ class Trainer:
             values["val_loss"] = loss
             values["val_bits_per_byte"] = bits_per_byte(loss, self.corpus, tokens)
             values["val_tokens"] = held_out_targets(self.corpus, tokens)
+            values |= self.by_loops
         if not self.ranks.is_main:
             return values
         if stopped_by is None:
