@@ -1,18 +1,18 @@
 """Measure whether the loops end in the same states from different starts.
 
-    model.start=noise      n draws of the noise; all pairs of them are compared
-    model.start=embedding  the state after the first loop, and in its place the end states of
-                           n - 1 other sequences, from which the loops from the second on run
-                           again; each is compared with the first
+    model.start=noise      n draws of the noise
+    model.start=embedding  the usual start, and n - 1 others: the end state of another sequence in
+                           the place of the state after the first loop, from which the loops from
+                           the second on run again
 
-Of two states a, b of a token: their cosine, and ||a - b|| over the mean of both norms. Under
-start=embedding the cosine after many loops is the asymptotic alignment score.
+The states from each other start are compared with those from the first: of each token the cosine,
+and ||a - b|| over the mean of both norms. Under start=embedding the cosine after many loops is the
+asymptotic alignment score.
 
 Source: Anil et al., arXiv 2211.09961 (restarts from the end states of all other inputs).
 """
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 
 from deeploop.data.batches import IGNORE, val_batches
 from deeploop.data.corpus import Corpus
-from deeploop.eval.validate import held_out_targets
+from deeploop.eval.validate import held_out_targets, run_loops
 from deeploop.model.looplm import LoopLM
 from deeploop.model.loss import linear_cross_entropy
 from deeploop.model.noise import sequence_keys
@@ -31,11 +31,11 @@ from deeploop.utils.device import autocast
 from deeploop.utils.errors import InputError
 
 
-class Starts(NamedTuple):
-    """States after the first loop, or in its place, and which of them are compared."""
+class Start(NamedTuple):
+    """Where the loops begin."""
 
-    states: list[LoopState]
-    pairs: list[tuple[int, int]]
+    draws: Draws = Draws()
+    first: LoopState | None = None  # in the place of the state after the first loop
 
 
 @torch.no_grad()
@@ -52,36 +52,38 @@ def measure_starts(
 
     Args:
         model: in eval mode.
-        loops: after which to compare, ascending.
+        loops: after which to compare, ascending, but for 1; the streams after each are kept.
         starts: n, at least 2.
         batch, precision, tokens: as for `deeploop.eval.validate.validate`; the batch is its first.
 
     Returns:
-        loops; cosine and distance, means over tokens and pairs by these loops; loss_spread, the
-        largest of the starts' mean losses minus the smallest, nats, by these loops.
+        loops, from 2 on; cosine and distance, means over tokens and starts by these loops;
+        loss_spread, the largest of the starts' mean losses minus the smallest, nats, by them.
 
     Raises:
         InputError: the model or the batch allows no such starts.
     """
     check_starts(model, loops, starts)
+    loops = [t for t in loops if t > 1]
     c, device = model.config, model.head.device
     count = held_out_targets(corpus, tokens)
     inputs, targets = next(val_batches(corpus.val, batch=batch, seq_len=c.seq_len, targets=count))
     inputs, targets = inputs.to(device), targets.to(device)
     with autocast(device, precision):
-        if c.start == "noise":
-            states, pairs = noise_starts(model, inputs, starts)
-        else:
-            states, pairs = exchanged_starts(model, inputs, max(loops), starts)
-        rows, done = [], 1
-        for t in loops:
-            if t > done:
-                states = [model.detach(model.run(inputs, range(done, t), s)) for s in states]
-                done = t
-            rows.append(compare(model, states, pairs, inputs, targets))
-    names = ("cosine", "distance", "loss_spread")
-    columns = [list(column) for column in zip(*rows, strict=True)]
-    return {"loops": list(loops), **dict(zip(names, columns, strict=True))}
+        make = noise_starts if c.start == "noise" else exchanged_starts
+        first: list[Tensor] = []
+        compared, losses = [], []
+        for start in make(model, inputs, max(loops), starts):
+            streams, nats = ends(model, inputs, targets, loops, start)
+            losses.append(nats)
+            if first:
+                pairs = zip(first, streams, strict=True)
+                compared.append(torch.stack([alike(a, b) for a, b in pairs]))
+            first = first or streams
+    cosine, distance = torch.stack(compared).mean(0).T.tolist()
+    by_start = torch.tensor(losses, dtype=torch.float64)
+    spread = (by_start.amax(0) - by_start.amin(0)).tolist()
+    return {"loops": loops, "cosine": cosine, "distance": distance, "loss_spread": spread}
 
 
 def check_starts(model: LoopLM, loops: Sequence[int], starts: int) -> None:
@@ -98,47 +100,50 @@ def check_starts(model: LoopLM, loops: Sequence[int], starts: int) -> None:
         raise InputError(f"starts={starts}: needs at least 2 loops, and they are {max(loops)}")
 
 
-def noise_starts(model: LoopLM, tokens: Tensor, starts: int) -> Starts:
-    """Run the first loop from several draws of the noise."""
-    rows = range(len(tokens))
-    draws = [Draws(sequence_keys(0, j, rows).to(tokens.device)) for j in range(starts)]
-    states = [model.detach(model.run(tokens, range(1), draws=d)) for d in draws]
-    return Starts(states, list(itertools.combinations(range(starts), 2)))
+def noise_starts(model: LoopLM, tokens: Tensor, loops: int, starts: int) -> Iterator[Start]:
+    """Yield so many draws of the noise; tokens int64 [B, T]."""
+    for j in range(starts):
+        yield Start(Draws(sequence_keys(0, j, range(len(tokens))).to(tokens.device)))
 
 
-def exchanged_starts(model: LoopLM, tokens: Tensor, loops: int, starts: int) -> Starts:
-    """Run the first loop, and take the end states of other sequences in the place of its state."""
+def exchanged_starts(model: LoopLM, tokens: Tensor, loops: int, starts: int) -> Iterator[Start]:
+    """Yield the usual start, then the end states, after `loops` loops, of other sequences."""
     if len(tokens) < starts:
         raise InputError(
             f"starts={starts}: each takes the end state of another sequence, and the batch has "
             f"{len(tokens)}; give a larger --batch-size, more --tokens or fewer starts"
         )
-    first = model.detach(model.run(tokens, range(1)))
-    end = model.detach(model.run(tokens, range(1, loops), first))._replace(depth=None)
-    others = [tree_map(lambda x, j=j: None if x is None else x.roll(j, 0), end)
-              for j in range(1, starts)]  # fmt: skip
-    return Starts([first, *others], [(0, j) for j in range(1, starts)])
+    yield Start()
+    end = model.detach(model.run(tokens, range(loops)))._replace(depth=None)
+    for j in range(1, starts):
+        yield Start(first=tree_map(lambda x, j=j: None if x is None else x.roll(j, 0), end))
 
 
-def compare(
-    model: LoopLM,
-    states: Sequence[LoopState],
-    pairs: Sequence[tuple[int, int]],
-    tokens: Tensor,
-    targets: Tensor,
-) -> tuple[float, float, float]:
-    """Return cosine, distance and spread of the losses of some states after the same loops."""
-    keep = targets != IGNORE
-    streams = [s.h[keep] for s in states]
-    norms = [h.norm(dim=-1) for h in streams]
-    cosines = [F.cosine_similarity(streams[i], streams[j], dim=-1).mean() for i, j in pairs]
-    distances = [
-        (2 * (streams[i] - streams[j]).norm(dim=-1) / (norms[i] + norms[j])).mean()
-        for i, j in pairs
-    ]
-    losses = torch.stack([
-        linear_cross_entropy(model.coda_output(model.after_loops(s), tokens), model.head, targets)
-        for s in states
-    ]) / keep.sum()  # fmt: skip
-    spread = losses.max() - losses.min()
-    return torch.stack(cosines).mean().item(), torch.stack(distances).mean().item(), spread.item()
+def ends(
+    model: LoopLM, tokens: Tensor, targets: Tensor, loops: Sequence[int], start: Start
+) -> tuple[list[Tensor], list[float]]:
+    """Return the streams [targets, d_model] and mean losses after these numbers of loops.
+
+    Args:
+        tokens, targets: int64 [B, T].
+        loops: ascending.
+        start: where the loops begin.
+    """
+    keep, streams, losses = targets != IGNORE, [], []
+
+    def read(t: int, s: LoopState) -> None:
+        if t in loops:
+            n = model.coda_output(model.after_loops(s), tokens)
+            streams.append(s.h[keep])
+            losses.append((linear_cross_entropy(n, model.head, targets) / keep.sum()).item())
+
+    done = 0 if start.first is None else 1
+    run_loops(model, tokens, max(loops), read, start.first, done, start.draws)
+    return streams, losses
+
+
+def alike(a: Tensor, b: Tensor) -> Tensor:
+    """Return mean cosine and mean relative distance of two streams [tokens, d_model]: [2]."""
+    norms = a.norm(dim=-1) + b.norm(dim=-1)
+    distance = 2 * (a - b).norm(dim=-1) / norms
+    return torch.stack([F.cosine_similarity(a, b, dim=-1).mean(), distance.mean()])

@@ -10,7 +10,7 @@ from deeploop.data.batches import val_batches
 from deeploop.data.corpus import Corpus
 from deeploop.model.looplm import LoopLM
 from deeploop.model.loss import linear_cross_entropy
-from deeploop.model.state import LoopState
+from deeploop.model.state import Draws, LoopState
 from deeploop.utils.device import autocast
 from deeploop.utils.distributed import Ranks
 from deeploop.utils.errors import InputError
@@ -100,31 +100,40 @@ def validate_after(
 
 
 def run_loops(
-    model: LoopLM, tokens: Tensor, loops: int, read: Callable[[int, LoopState], None]
+    model: LoopLM,
+    tokens: Tensor,
+    loops: int,
+    read: Callable[[int, LoopState], None],
+    state: LoopState | None = None,
+    done: int = 0,
+    draws: Draws = Draws(),  # noqa: B008
 ) -> LoopState:
     """Run loops and read the state after each; returns the one after the last.
 
     Args:
         tokens: int64 [B, T].
-        loops: to run, at least 1.
-        read: called with t = 1, 2, ... and the state after t loops, for `LoopLM.after_loops`.
-            The state is that of a forward through t loops.
+        loops: to run, with those that are done; at least one more.
+        read: called with t and the state after t loops, for `LoopLM.after_loops`. Without a
+            `state` it is that of a forward through t loops.
+        state, done: the state after loops that are done (`LoopLM.run`), and their number.
+        draws: as for `LoopLM.forward`.
 
     Raises:
         InputError: the depth rule does not run loop by loop.
     """
-    done = 0
+    reached = done
 
     def on_loop(s: LoopState) -> None:
-        nonlocal done
-        done += 1
-        read(done, s._replace(n=None))  # n is normed for the loop after
+        nonlocal reached
+        reached += 1
+        read(reached, s._replace(n=None))  # n is normed for the loop after
 
-    s = model.run(tokens, range(loops), on_loop=on_loop)
-    if done != loops:
+    s = model.run(tokens, range(done, loops), state, on_loop=on_loop, draws=draws)
+    if reached != loops:
         raise InputError(
-            f"model.depth={model.config.depth}: gives {done} states for {loops} loops, so that "
-            "there is none to read after each; evaluate it at one number of loops"
+            f"model.depth={model.config.depth}: gives {reached - done} states for "
+            f"{loops - done} loops, so that there is none to read after each; evaluate it at one "
+            "number of loops"
         )
     return s
 

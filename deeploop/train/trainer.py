@@ -251,8 +251,10 @@ class Trainer:
             return
         loss, by_loops = losses
         bits = bits_per_byte(loss, self.corpus, self.config.train.eval_tokens)
-        listed = {"val_loops": list(by_loops), "val_loop_losses": list(by_loops.values())}
-        self.by_loops = listed if by_loops else {}
+        self.by_loops = {}
+        if by_loops:
+            numbers, nats = list(by_loops), list(by_loops.values())
+            self.by_loops = {"val_loops": numbers, "val_loop_losses": nats}
         self.metrics.write(step=self.done, val_loss=loss, val_bits_per_byte=bits, **self.by_loops)
         if not math.isfinite(loss):
             raise self.diverged("held-out loss is not finite at step")

@@ -6,7 +6,12 @@ import pytest
 import torch
 
 from deeploop.data.corpus import load_corpus
-from deeploop.eval.path_independence import exchanged_starts, measure_starts, noise_starts
+from deeploop.eval.path_independence import (
+    ends,
+    exchanged_starts,
+    measure_starts,
+    noise_starts,
+)
 from deeploop.model.looplm import LoopLM
 from deeploop.model.noise import sequence_keys
 from tests.helpers.data import refused
@@ -29,7 +34,7 @@ def corpus(tmp_path):
     return dataclasses.replace(loaded, vocab_size=31)
 
 
-def measure(model, corpus, loops=(1, 3), starts=3, batch=4, tokens=60):
+def measure(model, corpus, loops=(1, 2, 3), starts=3, batch=4, tokens=60):
     return measure_starts(model, corpus, loops, starts, batch, "fp32", tokens)
 
 
@@ -41,11 +46,12 @@ def inputs_of(corpus):
     return x, y
 
 
-def check(result, model, ends, pairs, corpus):
-    """Compare figures by loop with the plain states `ends[start][loop]`; 4 targets are padding."""
-    y = inputs_of(corpus)[1]
-    for i, _ in enumerate(result["loops"]):
-        h = [end[i].h.flatten(0, 1)[:60] for end in ends]
+def check(result, model, reached, corpus):
+    """Compare figures with those of plain states by start and loop; 4 targets are padding."""
+    y, pairs = inputs_of(corpus)[1], [(0, j) for j in range(1, len(reached))]
+    assert result["loops"] == [2, 3]
+    for i in range(2):
+        h = [end[i].h.flatten(0, 1)[:60] for end in reached]
         cosines = [(h[a] * h[b]).sum(-1) / h[a].norm(dim=-1) / h[b].norm(dim=-1) for a, b in pairs]
         distances = [
             2 * (h[a] - h[b]).norm(dim=-1) / (h[a].norm(dim=-1) + h[b].norm(dim=-1))
@@ -54,7 +60,7 @@ def check(result, model, ends, pairs, corpus):
         losses = [
             -(plain_readout(model, end[i]) @ model.head.T)
             .log_softmax(-1).gather(-1, y[..., None]).flatten()[:60].mean().item()
-            for end in ends
+            for end in reached
         ]  # fmt: skip
         wanted = torch.stack(cosines).mean().item(), torch.stack(distances).mean().item()
         assert (result["cosine"][i], result["distance"][i]) == pytest.approx(wanted, rel=1e-9)
@@ -63,13 +69,13 @@ def check(result, model, ends, pairs, corpus):
 
 @torch.no_grad()
 def test_noise_is_drawn_anew_for_each_start(corpus):
-    model, ends = made(**HUGINN), []
+    model, reached = made(**HUGINN), []
     x, _ = inputs_of(corpus)
     for j in range(3):
         e, s = plain_start(model, x, sequence_keys(0, j, range(4)))
         states = [s := plain_loop(model, s, e, t) for t in range(3)]
-        ends.append([states[0], states[2]])
-    check(measure(model, corpus), model, ends, [(0, 1), (0, 2), (1, 2)], corpus)
+        reached.append(states[1:])
+    check(measure(model, corpus), model, reached, corpus)
 
 
 @torch.no_grad()
@@ -80,16 +86,14 @@ def test_a_sequence_goes_on_from_the_end_states_of_others(corpus, residual, fiel
     x, _ = inputs_of(corpus)
     e, s = plain_start(model, x)
     states = [s := plain_loop(model, s, e, t) for t in range(3)]
-    ends = [[states[0], states[2]]]
+    reached = [states[1:]]
     for j in (1, 2):
         memory = states[2].memory
         if memory is not None:
             memory = memory._replace(local=None, global_=memory.global_.roll(j, 0))
-        s = other = states[2]._replace(h=states[2].h.roll(j, 0), memory=memory)
-        for t in (1, 2):
-            s = plain_loop(model, s, e, t)
-        ends.append([other, s])
-    check(measure(model, corpus), model, ends, [(0, 1), (0, 2)], corpus)
+        s = states[2]._replace(h=states[2].h.roll(j, 0), memory=memory)
+        reached.append([s := plain_loop(model, s, e, t) for t in (1, 2)])
+    check(measure(model, corpus), model, reached, corpus)
 
 
 @torch.no_grad()
@@ -109,18 +113,20 @@ def test_tokens_that_have_halted_run_again_from_another_state(corpus):
     model = made("post_norm", depth="act", inject="add")
     model.depth.halt.bias.fill_(30.0)  # each halts in its first loop
     x, _ = inputs_of(corpus)
-    states, _ = exchanged_starts(model, x, 3, 2)
-    assert states[1].depth is None and states[0].depth is not None
+    _, other = exchanged_starts(model, x, 3, 2)
+    assert other.first.depth is None
+    (after,), _ = ends(model, x, torch.ones_like(x), [2], other)
+    assert (after - other.first.h.flatten(0, 1)).norm(dim=-1).min() > 0.1
 
 
 @torch.no_grad()
 def test_no_two_starts_are_equal(corpus):
     x, _ = inputs_of(corpus)
-    for states, _ in (
-        noise_starts(made(**HUGINN), x, 4),
-        exchanged_starts(made(inject="add"), x, 3, 4),
-    ):
-        flat = torch.stack([s.h.flatten() for s in states])
+    for model, make in ((made(**HUGINN), noise_starts), (made(inject="add"), exchanged_starts)):
+        states = [
+            ends(model, x, torch.ones_like(x), [1], start)[0][0] for start in make(model, x, 3, 4)
+        ]
+        flat = torch.stack([h.flatten() for h in states])
         assert torch.cdist(flat, flat).fill_diagonal_(1).min() > 0.1
 
 
