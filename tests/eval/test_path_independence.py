@@ -124,7 +124,7 @@ def test_no_two_starts_are_equal(corpus):
     x, _ = inputs_of(corpus)
     for model, make in ((made(**HUGINN), noise_starts), (made(inject="add"), exchanged_starts)):
         states = [
-            ends(model, x, torch.ones_like(x), [1], start)[0][0] for start in make(model, x, 3, 4)
+            ends(model, x, torch.ones_like(x), [2], start)[0][0] for start in make(model, x, 3, 4)
         ]
         flat = torch.stack([h.flatten() for h in states])
         assert torch.cdist(flat, flat).fill_diagonal_(1).min() > 0.1
