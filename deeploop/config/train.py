@@ -118,6 +118,24 @@ class TrainConfig:
         MAY_CHANGE,
     ] = "none"
     lr: Annotated[float, flag("peak learning rate", "--lr"), POSITIVE, MAY_CHANGE] = 1.5e-3
+    init: Annotated[
+        str,
+        flag(
+            "run or checkpoint whose weights the model starts from; optimizer and data start anew"
+        ),
+        MAY_CHANGE,
+    ] = ""
+    teacher: Annotated[
+        str,
+        flag("run or checkpoint whose predictions are a second target; empty: none"),
+        MAY_CHANGE,
+    ] = ""
+    teacher_weight: Annotated[
+        float,
+        flag("weight w of KL(teacher, model) in the loss; the text's cross-entropy has 1 - w"),
+        SHARE,
+        MAY_CHANGE,
+    ] = 0.5
     schedule: Annotated[
         Literal["wsd", "cosine"],
         flag("wsd: warm up, stay, decay; cosine: warm up, cosine decay"),

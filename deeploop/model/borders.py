@@ -45,7 +45,7 @@ class LoopBorders(nn.Module):
     @property
     def uses_input(self) -> bool:
         """Whether loops after the first read the loops' input e."""
-        return self.rule.uses_input or self.injection is not None
+        return reads_input(self.config, self.rule)
 
     def norms_after(self, last: bool) -> bool:
         """Return whether a loop's last visit norms for the visit after it (last: the last loop)."""
@@ -138,9 +138,15 @@ def check_borders(config: ModelConfig, rule: Residual) -> None:
         )
 
 
+def reads_input(config: ModelConfig, rule: Residual) -> bool:
+    """Return whether loops after the first read the loops' input e."""
+    return rule.uses_input or config.inject != "none"
+
+
 def counts_loops(config: ModelConfig, rule: Residual) -> bool:
     """Return whether a loop depends on its number, beside the state that it starts from."""
     c = config
     injects = c.inject == "convex" or (c.inject == "add" and c.start == "embedding")
     routers = bool(c.moe.experts) and c.moe.router_per_loop
-    return injects or routers or c.loop_signal != "none" or rule.counts_loops
+    own = routers or bool(c.lora_rank)  # matrices of one loop alone
+    return injects or own or c.loop_signal != "none" or rule.counts_loops

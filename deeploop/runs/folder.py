@@ -75,9 +75,11 @@ def check_new(folder: Path, config: Config | None = None) -> None:
 def difference(a: Config, b: Config) -> tuple[str, Any, Any] | None:
     """Return the first field in which two runs differ and its values, None for the same run.
 
-    The folder, the device, the preset's name and the corpus's place do not make another run.
+    The folder, the device, the preset's name and the places of the corpus and of other runs do not
+    make another run.
     """
     free = {"preset", "train.out", "train.device", "data.path", "data.tokenizer"}
+    free |= {"train.init", "train.teacher"}
     others = {entry.name: entry.value for entry in entries(b)}
     return next(
         (

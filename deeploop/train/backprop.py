@@ -16,6 +16,7 @@ with the loops. With K or k of all the loops, segments and last are full, to the
 Source: LOOM, arXiv 2610.01153 (segments); Huginn, arXiv 2502.05171 (last).
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -57,6 +58,7 @@ def run_segment(
     state: LoopState | None = None,
     on_visit: OnVisit | None = None,
     chunk_rows: int | None = None,
+    teacher: LoopLM | None = None,
 ) -> SegmentResult:
     """Run forward, loss and backward of one segment on one micro-batch; gradients add up.
 
@@ -69,6 +71,7 @@ def run_segment(
         state: state after the segment before; a segment that starts from the tokens ignores it.
         on_visit: called with each visit and the stream after it.
         chunk_rows: rows of logits alive at once (`deeploop.model.loss`).
+        teacher: whose predictions are a target beside the text, in eval mode.
 
     Raises nothing on a loss that is not finite.
     """
@@ -76,20 +79,17 @@ def run_segment(
     tokens, batch_tokens = batch.tokens, t.batch_size * m.seq_len
     share = tokens.numel() / batch_tokens
     state = None if segment.from_start else state
-    loss_of, ends = loss_rule(t), LoopEnds(model, tokens, on_visit)
+    loss_of, ends = loss_rule(t, teacher), LoopEnds(model, tokens, on_visit)
     loads: tuple[Tensor, ...] = ()
+    run = functools.partial(model.run, tokens, on_visit=on_visit, draws=batch.draws)
     name = f"loops {segment.loops.start + 1}-{segment.loops.stop}"
     with span(f"{name} forward"), autocast(tokens.device, t.precision):
         if segment.no_grad_loops:
             with torch.no_grad():
-                before = model.run(
-                    tokens, segment.no_grad_loops, state, on_visit=on_visit, draws=batch.draws
-                )
+                before = run(segment.no_grad_loops, state)
             state, loads = model.detach(before), before.expert_loads
-        s = model.run(
-            tokens, segment.loops, state, on_visit=on_visit, recompute=t.recompute,
-            on_loop=ends.add if loss_of.each_loop else None, draws=batch.draws,
-        )  # fmt: skip
+        on_loop = ends.add if loss_of.each_loop else None
+        s = run(segment.loops, state, recompute=t.recompute, on_loop=on_loop)
         if not loss_of.each_loop:
             ends.add_last(s)
         with span("loss"):

@@ -11,6 +11,7 @@ from deeploop.config.fields import entries
 from deeploop.data.corpus import Corpus
 from deeploop.runs.checkpoint import Checkpoint
 from deeploop.runs.folder import corpus_identity
+from deeploop.train.parents import Parents
 from deeploop.utils.disk import brief
 from deeploop.utils.distributed import Ranks
 from deeploop.utils.errors import InputError
@@ -27,6 +28,7 @@ class Start:
     ckpt: Checkpoint | None
     folder: Path
     new: bool
+    parents: Parents
 
     def facts(self) -> dict[str, Any]:
         """Return by name what must be the same on every rank."""
@@ -35,7 +37,7 @@ class Start:
             f"the corpus's {name}": value for name, value in corpus_identity(self.corpus).items()
         }
         step = 0 if self.ckpt is None else self.ckpt.step
-        return fields | corpus | {"the checkpoint's step": step}
+        return fields | corpus | {"the checkpoint's step": step} | self.parents.facts()
 
 
 def prepare_together(ranks: Ranks, prepare: Callable[[], Start]) -> Start:

@@ -14,7 +14,7 @@ from deeploop.config import Config
 from deeploop.config.fields import entries
 from deeploop.data.corpus import Corpus, load_corpus
 from deeploop.data.ngrams import ngram_bits
-from deeploop.model.borders import counts_loops
+from deeploop.model.borders import counts_loops, reads_input
 from deeploop.model.memory import check_training
 from deeploop.model.moe.experts import check_strides
 from deeploop.model.residual import residual_rule
@@ -31,6 +31,7 @@ from deeploop.runs.folder import (
     write_run_files,
 )
 from deeploop.runs.metrics_file import copy_metrics
+from deeploop.train.parents import absolute_parents, find_parents
 from deeploop.train.same_start import Start, prepare_together
 from deeploop.train.trainer import Trainer
 from deeploop.utils.console import say
@@ -70,8 +71,7 @@ def resolve(config: Config, corpus: Corpus, ranks: Ranks) -> Config:
         )
     m, t = config.model, config.train
     cut_off = t.backprop == "last" and t.backprop_loops < m.loops
-    read_again = m.inject != "none" or residual_rule(m).uses_input
-    if m.prelude and cut_off and not read_again:
+    if m.prelude and cut_off and not reads_input(m, residual_rule(m)):
         raise InputError(
             f"model.prelude={m.prelude}: gets no gradient with train.backprop=last under "
             f"model.residual={m.residual} and model.inject=none, where later loops do not read its "
@@ -83,6 +83,7 @@ def resolve(config: Config, corpus: Corpus, ranks: Ranks) -> Config:
         check_strides(m.d_model, m.moe.d_expert or m.d_model, dtype, device)
     config = config.replace("model", vocab_size=vocab)
     config = config.replace("data", **absolute_paths(config, corpus))
+    config = config.replace("train", **absolute_parents(config))
     return config.replace("train", device=str(device), precision=precision)
 
 
@@ -98,7 +99,7 @@ def check_draws(config: Config) -> None:
             f"train.loop_count_per=sequence: needs loops that do not depend on their number; "
             f"give batch, or leave out what does (model.residual={m.residual}, "
             f"model.start={m.start}, model.inject={m.inject}, model.loop_signal={m.loop_signal}, "
-            f"routers for each loop)"
+            f"routers or adapters for each loop)"
         )
 
 
@@ -225,6 +226,7 @@ def open_run(
         trainer = Trainer(start.config, start.corpus, floors, start.folder, console, ranks)
         if start.ckpt is not None and start.ckpt.saved:
             trainer.restore(start.ckpt)
+        trainer.learn_from(start.parents)
         if ranks.is_main:
             begin_folder(trainer, start, lock)
         trainer.lock = lock.pop_all()
@@ -268,7 +270,8 @@ def prepare(
         folder = choose_run_folder(config, begin=True)
     else:
         folder = Path(config.train.out)  # `prepare_together` gives it the main rank's
-    return Start(config, corpus, ckpt, folder, new=not in_place)
+    parents = find_parents(config, corpus, started=ckpt is not None and ckpt.saved)
+    return Start(config, corpus, ckpt, folder, not in_place, parents)
 
 
 def restarted(config: Config) -> checkpoint.Checkpoint | None:

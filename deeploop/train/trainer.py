@@ -30,6 +30,7 @@ from deeploop.train.finite import first_nonfinite, state_is_finite, stream_is_fi
 from deeploop.train.losses import loss_rule
 from deeploop.train.metrics import StepMetrics, largest_rms
 from deeploop.train.optim import adamw, learning_rate
+from deeploop.train.parents import Parents, load_teacher, start_from
 from deeploop.train.progress import ProgressBar
 from deeploop.train.step import train_step
 from deeploop.train.stop import stop_signals
@@ -62,6 +63,7 @@ class Trainer:
         self.device = torch.device(config.train.device)
         self.model = LoopLM(config.model).to(self.device)
         loss_rule(config.train).freeze_others(self.model)
+        self.teacher: LoopLM | None = None
         self.optimizer = adamw(self.model, config.train)
         if config.train.compile:
             # Branches only: updates are single kernels already, and no graph
@@ -100,6 +102,13 @@ class Trainer:
         checkpoint.load_weights(ckpt, self.model)
         checkpoint.load_optimizer(ckpt, self.optimizer)
         self.done = ckpt.step
+
+    def learn_from(self, parents: Parents) -> None:
+        """Load the weights to start from and the teacher; raises InputError on a misfit."""
+        if parents.init is not None:
+            start_from(self.config, parents.init, self.model)
+        if parents.teacher is not None:
+            self.teacher = load_teacher(self.config, parents.teacher, self.device)
 
     def fit(self) -> dict[str, Any]:
         """Train to the last step, or to the signal that stops it; returns the summary."""
@@ -164,7 +173,7 @@ class Trainer:
         lr = learning_rate(self.done, self.config.train)
         metrics = train_step(
             self.model, self.optimizer, self.config, micro_batches, lr,
-            step=self.done, ranks=self.ranks, observe=observe,
+            step=self.done, ranks=self.ranks, observe=observe, teacher=self.teacher,
         )  # fmt: skip
         self.nonfinite |= metrics.nonfinite
         self.done += 1
