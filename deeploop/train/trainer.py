@@ -18,8 +18,7 @@ from deeploop.config import Config
 from deeploop.config.loop_count import loops_of_sequences
 from deeploop.data.source import Source
 from deeploop.eval.generate import sample
-from deeploop.eval.tasks import Matches
-from deeploop.eval.validate import bits_per_byte, held_out_targets, validate
+from deeploop.eval.validate import held_out_targets
 from deeploop.model.looplm import LoopLM, count_parameters
 from deeploop.model.noise import sequence_keys
 from deeploop.model.state import Draws
@@ -35,6 +34,7 @@ from deeploop.train.progress import ProgressBar
 from deeploop.train.step import train_step
 from deeploop.train.stop import stop_signals
 from deeploop.train.throughput import Throughput
+from deeploop.train.validation import HeldOut, validate_run
 from deeploop.utils.console import open_console
 from deeploop.utils.device import autocast, device_name, peak_memory
 from deeploop.utils.disk import write_json
@@ -76,8 +76,7 @@ class Trainer:
         self.done = 0
         self.stopped: list[int] = []  # signals that ask the run to stop, received so far
         self.inputs: Tensor | None = None  # this rank's sequences of the last step, int64 [B, T]
-        # At which step, to how many nats per target, and all figures of that validation.
-        self.validated: tuple[int, float, dict[str, float | None]] = -1, math.nan, {}
+        self.validated = -1, HeldOut(math.nan, {}, "")  # at which step, and its figures
         self.nonfinite = torch.zeros((), dtype=torch.bool, device=self.device)
         self.speed = Throughput(config.train.batch_size * config.model.seq_len)
 
@@ -253,26 +252,17 @@ class Trainer:
         Raises Diverged if the loss is not finite.
         """
         self.check_finite()
-        t, matches = self.config.train, Matches(self.model) if self.corpus.answers else None
         with self.speed.paused():
-            loss = validate(
-                self.model, self.corpus, self.micro, t.precision, t.eval_tokens, self.ranks,
-                self.stop_validation, matches,
-            )  # fmt: skip
-        if loss is None:
+            held_out = validate_run(
+                self.model, self.config, self.corpus, self.micro, self.ranks, self.stop_validation
+            )
+        if held_out is None:
             return
-        bits = bits_per_byte(loss, self.corpus, t.eval_tokens)
-        figures = {"val_loss": loss, "val_bits_per_byte": bits}
-        more = "" if bits is None else f" ({bits:.3f} bits/byte)"
-        if matches is not None:
-            exact, token = matches.shares(self.ranks)
-            figures |= {"val_accuracy": exact, "val_token_accuracy": token}
-            more = f", accuracy {exact:.3f} ({token:.3f} of answers)"
-        self.metrics.write(step=self.done, **figures)
-        if not math.isfinite(loss):
+        self.metrics.write(step=self.done, **held_out.figures)
+        if not math.isfinite(held_out.loss):
             raise self.diverged("held-out loss is not finite at step")
-        self.live.say(f"step {self.done:>6}  held-out loss {loss:.4f}{more}")
-        self.validated = self.done, loss, figures
+        self.live.say(f"step {self.done:>6}  held-out loss {held_out.text}")
+        self.validated = self.done, held_out
 
     def stop_validation(self, done: int) -> bool:
         """Show that `done` targets are read; returns whether a signal asks to stop."""
@@ -326,7 +316,7 @@ class Trainer:
         if stopped_by is not None:
             values["stopped_by"] = signal.Signals(stopped_by).name
         else:
-            values |= self.validated[2]
+            values |= self.validated[1].figures
             values["val_tokens"] = held_out_targets(self.corpus, self.config.train.eval_tokens)
         if not self.ranks.is_main:
             return values
