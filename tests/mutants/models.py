@@ -289,7 +289,7 @@ MUTANTS = [
         "deeploop/model/depth/act.py",
         "self.mix(t.mean, s.h, t.weight + (1 - t.total))",
         "self.mix(t.mean, s.h, t.weight)",
-        "model/depth/test_act.py::test_act_is_its_definition",
+        "model/depth/test_act.py::test_a_token_that_never_halts_reads_its_last_state_alone",
     ),
     Mutant(
         "act_interpolation_without_parentheses",
