@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple
 
 from deeploop.config import scaling
-from deeploop.config.depth import DEPTHS, ActConfig
+from deeploop.config.depth import DEPTHS, ActConfig, SolverConfig
 from deeploop.config.fields import (
     FRACTION,
     MAY_CHANGE,
@@ -185,6 +185,7 @@ class ModelConfig:
     moe: MoEConfig = field(default_factory=MoEConfig)
     loom: LoomConfig = field(default_factory=LoomConfig)
     act: ActConfig = field(default_factory=ActConfig)
+    solver: SolverConfig = field(default_factory=SolverConfig)
 
     def __post_init__(self) -> None:
         check_fields(self, "model.")

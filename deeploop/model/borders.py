@@ -144,3 +144,12 @@ def counts_loops(config: ModelConfig, rule: Residual) -> bool:
     injects = c.inject == "convex" or (c.inject == "add" and c.start == "embedding")
     routers = bool(c.moe.experts) and c.moe.router_per_loop
     return injects or routers or c.loop_signal != "none" or rule.counts_loops
+
+
+def number_fields(c: ModelConfig) -> str:
+    """Return the fields by which a loop may depend on its number, with their values."""
+    names = ("residual", "start", "inject", "loop_signal")
+    fields = [f"model.{name}={getattr(c, name)}" for name in names]
+    if c.moe.experts and c.moe.router_per_loop:
+        fields.append("model.moe.router_per_loop=True")
+    return ", ".join(fields)

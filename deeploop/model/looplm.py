@@ -209,7 +209,7 @@ class LoopLM(nn.Module):
             e, position = start.h, 0 if cache is None else cache.length
             if state is None:
                 state = self.borders.start(start, position, draws.keys)
-        return LoopInputs(e, self.borders.prepare(e), rope), state
+        return LoopInputs(e, self.borders.prepare(e), rope, cache is not None), state
 
     def output(
         self,
