@@ -77,7 +77,7 @@ class SolverConfig:
         flag("relative residual at which a token is at rest; 0: all loops run"),
         NOT_NEGATIVE,
     ] = 1e-3
-    memory: Annotated[int, flag("states that anderson mixes"), POSITIVE] = 6
+    memory: Annotated[int, flag("states that anderson mixes"), POSITIVE] = 3
     damping: Annotated[
         float,
         flag("tau of a loop with gradient, s <- tau f(s) + (1 - tau) s; 1: no damping"),

@@ -155,6 +155,12 @@ class ModelConfig:
         Literal["none", "each", "last"],
         flag("the final norm also after each loop (Ouro) or after the last, before the coda"),
     ] = "none"
+    input_norm: Annotated[bool, flag("RMSNorm on the loops' input, after the prelude (Parcae)")] = (
+        False
+    )
+    readout_map: Annotated[
+        bool, flag("linear map of the state after the loops, at first the identity (Parcae's C)")
+    ] = False
     loop_signal: Annotated[
         Literal["none", "add", "modulate"],
         flag("the loop's number, added as a sinusoid (UT) or scaling inputs and outputs"),

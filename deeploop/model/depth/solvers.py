@@ -12,10 +12,11 @@ so that under a causal f no result depends on a later token.
 With tolerance 0 nothing is tested, and the host never waits for the device; otherwise one bool
 is read after each evaluation, to end once every vector is at rest.
 
-Sources: Anderson (1965); Deep equilibrium models, arXiv 1909.01377, and their released code
-(m = 6, ridge 1e-4, beta 1, the residual, the lowest-residual iterate). There the ridge is a fixed
-number and takes over once residuals are small; here it is relative to the newest residual, which
-bounds |a|^2 by 1 + 1/ridge at any scale.
+Sources: Anderson (1965); Deep equilibrium models, arXiv 1909.01377, and their released code (beta
+1, the residual, the lowest-residual iterate). Different here: the ridge is relative to the newest
+residual, which bounds |a|^2 by 1 + 1/ridge at any scale, where a fixed number takes over once
+residuals are small; and m is 3, ridge 1e-2 in the place of 6 and 1e-4, as a vector's old residuals
+say less once the others, that f also depends on, have moved.
 """
 
 from collections.abc import Callable
@@ -63,8 +64,8 @@ def anderson(
     x: Tensor,
     budget: int,
     tolerance: float = 0.0,
-    memory: int = 6,
-    ridge: float = 1e-4,
+    memory: int = 3,
+    ridge: float = 1e-2,
     beta: float = 1.0,
     to_the_end: bool = False,
     on_evaluation: OnEvaluation | None = None,
@@ -134,7 +135,7 @@ def _iterate(
 class AndersonMixing:
     """Mix the newest states by least squares: a step of `anderson`."""
 
-    def __init__(self, memory: int = 6, ridge: float = 1e-4, beta: float = 1.0):
+    def __init__(self, memory: int = 3, ridge: float = 1e-2, beta: float = 1.0):
         self.memory, self.ridge, self.beta = memory, ridge, beta
         self.count = 0
 

@@ -38,7 +38,7 @@ def test_a_solver_reaches_the_fixed_point_of_a_contraction(solve, dtype, toleran
 
 def test_anderson_takes_fewer_evaluations():
     f, _ = contraction(0.97)
-    slow, fast = plain(f, starts(), 999, 1e-8), anderson(f, starts(), 999, 1e-8)
+    slow, fast = plain(f, starts(), 999, 1e-8), anderson(f, starts(), 999, 1e-8, memory=6)
     assert (fast.residual < 1e-8).all() and (slow.residual < 1e-8).all()
     assert (fast.evaluations * 5 < slow.evaluations).all()
 
@@ -47,7 +47,7 @@ def test_anderson_solves_a_system_of_few_dimensions_at_once():
     """With more states than dimensions the least squares reach 0, up to the ridge."""
     a = torch.diag(torch.tensor([0.9, -0.8, 0.5], dtype=torch.float64))
     b = torch.ones(3, dtype=torch.float64)
-    found = anderson(lambda x: x @ a + b, torch.zeros(1, 3, dtype=torch.float64), 7, ridge=1e-12)
+    found = anderson(lambda x: x @ a + b, torch.zeros(1, 3, dtype=torch.float64), 7, 0.0, 6, 1e-12)
     assert found.residual.item() < 1e-9
 
 
@@ -69,7 +69,7 @@ def test_anderson_is_its_definition():
         g, n = y - x, len(x)
         system = torch.zeros(n + 1, n + 1, dtype=torch.float64)
         system[0, 1:] = system[1:, 0] = 1
-        system[1:, 1:] = g @ g.T + 1e-4 * (g[-1] @ g[-1]) * torch.eye(n, dtype=torch.float64)
+        system[1:, 1:] = g @ g.T + 0.01 * (g[-1] @ g[-1]) * torch.eye(n, dtype=torch.float64)
         right = torch.zeros(n + 1, dtype=torch.float64)
         right[0] = 1
         a = torch.linalg.solve(system, right)[1:]
