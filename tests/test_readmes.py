@@ -65,6 +65,10 @@ def workplace(tmp_path_factory):
         assert main(["train", *SHORT, "--out", "runs/RUN"]) == 0
         for name in ("a", "x"):
             shutil.copytree("runs/RUN", f"runs/{name}")
+        plain = ["--model.residual", "pre_norm", "--model.n-layers", "4", "--loops", "1"]
+        assert main(["train", *SHORT, *plain, "--out", "runs/plain"]) == 0
+        looped = ["--loops", "2", "--rank", "8", "--out", "runs/looped"]
+        assert main(["convert", "runs/plain", *looped]) == 0
     assert Path.cwd() == cwd
     return folder
 
@@ -81,6 +85,8 @@ def shortened(words):
             return [*words, "--train.eval-tokens", "512"]
         words += [w for pair in zip(SHORT[::2], SHORT[1::2], strict=True)
                   if pair[0] not in words for w in pair]  # fmt: skip
+    if words[0] == "convert":
+        shutil.rmtree(words[words.index("--out") + 1], ignore_errors=True)
     if words[0] == "profile":
         words += ["--train.batch-size", "2"]
     if words[0] == "generate":

@@ -21,7 +21,8 @@ from deeploop.utils.errors import InputError
 
 # Fields that say where a run is and how often it reports, not what it computes.
 ASIDE = {
-    "preset", "train.out", "train.log_every", "train.eval_every", "train.save_every", "train.keep",
+    "preset", "train.out", "train.log_every", "train.eval_every", "train.eval_loops",
+    "train.save_every", "train.keep",
 }  # fmt: skip
 
 

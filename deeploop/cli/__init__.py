@@ -14,7 +14,8 @@ from deeploop.cli.ranks import is_main_process
 from deeploop.utils.errors import Diverged, InputError
 
 VERBS = (
-    "train", "generate", "data", "profile", "diagnose", "plan", "presets", "compare", "completion",
+    "train", "generate", "data", "profile", "diagnose", "plan", "presets", "compare", "convert",
+    "completion",
 )  # fmt: skip
 
 SMALLER = {  # by verb, the remedy where memory has run out
@@ -23,6 +24,7 @@ SMALLER = {  # by verb, the remedy where memory has run out
     "diagnose": "give fewer --sequences or a smaller model",
     "data": "give smaller files",
     "compare": "give fewer runs",
+    "convert": "give a smaller model",
 }
 
 HELP = f"""deeploop {__version__}: train looped Transformers on fused kernels
@@ -36,6 +38,7 @@ HELP = f"""deeploop {__version__}: train looped Transformers on fused kernels
   deeploop plan [PRESET|RUN] [options]  predict memory, time and hours of a run
   deeploop presets                      list the named configurations
   deeploop compare RUN...               compare runs in one table and one picture
+  deeploop convert RUN --loops R        start a looped model from a run without loops
   deeploop completion bash|zsh|fish     print a script that completes options in a shell
 
 Each takes --help."""

@@ -13,7 +13,7 @@ OPTIONS = {
     "train": "TrainArguments", "generate": "GenerateArguments", "data": "DataArguments",
     "profile": "ProfileArguments", "diagnose": "DiagnoseArguments", "plan": "PlanArguments",
     "presets": "PresetsArguments", "compare": "CompareArguments",
-    "completion": "CompletionArguments",
+    "convert": "ConvertArguments", "completion": "CompletionArguments",
 }  # fmt: skip
 
 

@@ -67,6 +67,11 @@ class Config:
             raise InputError(
                 f"train.loss={t.loss}: needs exit probabilities; give --model.depth {gates}"
             )
+        if t.teacher and (t.backprop not in ("full", "last") or t.loss != "last"):
+            raise InputError(
+                f"train.teacher={t.teacher!r}: is a target after the last loop alone; give "
+                f"train.backprop full or last (it is {t.backprop}) and train.loss last ({t.loss})"
+            )
 
     def replace(self, section: str, **values: Any) -> "Config":
         """Copy with fields of one section (model, model.moe, data, ...) replaced, checked again."""

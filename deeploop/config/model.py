@@ -178,6 +178,11 @@ class ModelConfig:
         flag("SwiGLU inner width; 0 means 8/3 d_model, rounded up to a multiple of 64"),
         NOT_NEGATIVE,
     ] = 0
+    lora_rank: Annotated[
+        int,
+        flag("rank of the matrices that each loop adds to the shared ones (LoRA); 0: none"),
+        NOT_NEGATIVE,
+    ] = 0
     vocab_size: Annotated[int, flag("rows of the embedding; 0: the tokenizer's"), NOT_NEGATIVE] = 0
     seq_len: Annotated[int, flag("tokens per training sequence"), POSITIVE] = 128
     p: Annotated[
@@ -201,6 +206,16 @@ class ModelConfig:
             raise InputError(
                 f"model.n_heads={self.n_heads}: must divide model.d_model={self.d_model} "
                 "into heads of an even width"
+            )
+        if self.lora_rank > self.d_model:
+            raise InputError(
+                f"model.lora_rank={self.lora_rank}: must not exceed model.d_model={self.d_model}, "
+                "the rank of every matrix"
+            )
+        if self.lora_rank and self.moe.experts:
+            raise InputError(
+                f"model.lora_rank={self.lora_rank}: a mixture of experts has no adapters; leave "
+                "model.lora_rank or model.moe.experts out"
             )
         if self.p is not None and (self.exponent is None or not 0 <= self.p <= 2):
             scaled = [name for name, choice in RESIDUALS.items() if choice.exponent is not None]

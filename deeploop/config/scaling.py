@@ -73,10 +73,14 @@ def loom_gamma(n_layers: int, loops: int, lam: float = 0.5) -> float:
     return lam / (loops * math.sqrt(n_layers))
 
 
+def convex_weight(loop: int, n_layers: int, lam: float = 0.5) -> float:
+    """Return g_t = lambda / (t sqrt(M)), at most 1, of loop t counted from 1."""
+    return min(1.0, lam / (loop * math.sqrt(n_layers)))
+
+
 def injection_weight(loop: int, n_layers: int, lam: float = 0.5) -> float:
     """Return g_t of h <- (1 - g_t) h + g_t x at the start of loop t, counted from 1.
 
-    lambda / (t sqrt(M)) from the second loop on, at most 1; 0 in the first, which
-    begins with h = x.
+    `convex_weight` from the second loop on; 0 in the first, which begins with h = x.
     """
-    return min(1.0, lam / (loop * math.sqrt(n_layers))) if loop > 1 else 0.0
+    return convex_weight(loop, n_layers, lam) if loop > 1 else 0.0

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deeploop.model.kv.cache import KVCache
+from deeploop.model.lora import Adapters, adapted
 
 
 class AttentionContext(NamedTuple):
@@ -72,10 +73,12 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(d_model, 3 * d_model, bias=False)
         self.out = nn.Linear(d_model, d_model, bias=False)
 
-    def forward(self, n: Tensor, context: AttentionContext) -> Tensor:
-        """Map n [B, T, d_model] -> [B, T, d_model]."""
+    def forward(
+        self, n: Tensor, context: AttentionContext, adapters: Adapters = (None, None)
+    ) -> Tensor:
+        """Map n [B, T, d_model] -> [B, T, d_model], with the adapters of this loop."""
         B, T, d = n.shape
-        qkv = self.qkv(n).view(B, T, 3 * self.n_heads, self.head_dim)
+        qkv = adapted(self.qkv, n, adapters[0]).view(B, T, 3 * self.n_heads, self.head_dim)
         qk, v = qkv.split((2 * self.n_heads, self.n_heads), dim=2)
         if self.qk_norm:
             qk = F.rms_norm(qk, (self.head_dim,), eps=self.eps).to(v.dtype)
@@ -85,4 +88,4 @@ class Attention(nn.Module):
         if context.cache is not None:
             k, v, mask = context.cache.update(context.loop, context.block, k, v)
         f = attend(q, k, v, mask)
-        return self.out(f.transpose(1, 2).reshape(B, T, d))
+        return adapted(self.out, f.transpose(1, 2).reshape(B, T, d), adapters[1])

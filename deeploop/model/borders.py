@@ -12,6 +12,7 @@ s = RMSNorm(s) * final_gain, before the coda        model.loop_norm = last
 """
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 
 import torch
 import torch.nn.functional as F
@@ -60,7 +61,7 @@ class LoopBorders(nn.Module):
     @property
     def uses_input(self) -> bool:
         """Whether loops after the first read the loops' input e."""
-        return self.rule.uses_input or self.injection is not None
+        return reads_input(self.config, self.rule)
 
     def norms_after(self, last: bool) -> bool:
         """Return whether a loop's last visit norms for the visit after it (last: the last loop)."""
@@ -161,18 +162,23 @@ def check_borders(config: ModelConfig, rule: Residual) -> None:
         )
 
 
+def reads_input(config: ModelConfig, rule: Residual) -> bool:
+    """Return whether loops after the first read the loops' input e."""
+    return rule.uses_input or config.inject != "none"
+
+
 def counts_loops(config: ModelConfig, rule: Residual) -> bool:
     """Return whether a loop depends on its number, beside the state that it starts from."""
     c = config
     injects = c.inject == "convex" or (c.inject == "add" and c.start == "embedding")
     routers = bool(c.moe.experts) and c.moe.router_per_loop
-    return injects or routers or c.loop_signal != "none" or rule.counts_loops
+    own = routers or bool(c.lora_rank)  # matrices of one loop alone
+    return injects or own or c.loop_signal != "none" or rule.counts_loops
 
 
 def number_fields(c: ModelConfig) -> str:
     """Return the fields by which a loop may depend on its number, with their values."""
-    names = ("residual", "start", "inject", "loop_signal")
-    fields = [f"model.{name}={getattr(c, name)}" for name in names]
-    if c.moe.experts and c.moe.router_per_loop:
-        fields.append("model.moe.router_per_loop=True")
-    return ", ".join(fields)
+    names = ["residual", "start", "inject", "loop_signal"]
+    names += ["moe.router_per_loop"] if c.moe.experts else []
+    names += ["lora_rank"] if c.lora_rank else []
+    return ", ".join(f"model.{name}={attrgetter(name)(c)}" for name in names)

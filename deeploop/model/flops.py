@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from deeploop.config import Config, ModelConfig
 from deeploop.config.backprop import Segment, segments
 from deeploop.config.train import LOSSES
+from deeploop.model.borders import reads_input
+from deeploop.model.lora import adapter_rank
 from deeploop.model.residual import residual_rule
 
 DRAWN_STEPS = 64
@@ -25,8 +27,20 @@ def block_weights(m: ModelConfig) -> int:
     """Count the weights of one looped block's matrices that a token meets in a visit."""
     d, e = m.d_model, m.moe
     if not e.experts:
-        return dense_block_weights(m)
+        return dense_block_weights(m) + adapter_weights(m)
     return 4 * d * d + 3 * d * (e.d_expert or d) * (e.top_k + e.shared) + e.experts * d
+
+
+def adapter_ranks(m: ModelConfig) -> list[tuple[tuple[int, int], int]]:
+    """Return the rank of one loop's adapter of each matrix [out, in] of a looped block."""
+    d, ff = m.d_model, m.ff_width
+    shapes = [(3 * d, d), (d, d), (2 * ff, d), (d, ff)]
+    return [(shape, adapter_rank(m.lora_rank, *shape)) for shape in shapes]
+
+
+def adapter_weights(m: ModelConfig) -> int:
+    """Count the weights of one loop's adapters of one looped block."""
+    return sum(rank * sum(shape) for shape, rank in adapter_ranks(m))
 
 
 def dense_block_weights(m: ModelConfig) -> int:
@@ -71,7 +85,7 @@ def flops_per_token(config: Config) -> float:
 def _flops(config: Config, plan: Sequence[Segment]) -> float:
     """Count the model FLOPs of one token under the segments of a step."""
     m, each_loop = config.model, LOSSES[config.train.loss].each_loop
-    injects = residual_rule(m).uses_input or m.inject != "none"
+    injects = reads_input(m, residual_rule(m))
     prelude = unlooped_flops(m, m.prelude)
     readout = 2 * m.d_model**2 if m.readout_map else 0
     loss = 2 * m.vocab_size * m.d_model + readout + unlooped_flops(m, m.coda)

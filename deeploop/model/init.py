@@ -55,6 +55,9 @@ def init_weights(model: "LoopLM") -> None:
                 copy_router(branch)
     model.borders.init_weights()
     model.depth.init_weights()
+    for sublayer in model.sublayers:  # after all others, which are then those without adapters
+        for adapters in sublayer.adapters.values():
+            adapters.init_weights()
 
 
 def _swiglu_(gate_up: Tensor, down: Tensor, width: int, d_model: int, gain: float) -> None:

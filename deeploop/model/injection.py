@@ -25,12 +25,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deeploop.config import ModelConfig
+from deeploop.config.scaling import convex_weight
 from deeploop.kernels import inject
 
 if TYPE_CHECKING:
     from deeploop.model.state import LoopState, Visit
 
-CONVEX_STRENGTH = 0.5  # lambda of g_t = lambda / (t sqrt K)
 INITIAL_DECAY = math.sqrt(1 / 5)  # a, where A_log starts at 0
 
 
@@ -93,7 +93,7 @@ class Convex(Injection):
     """convex: (1 - g_t) s + g_t e."""
 
     def terms(self, h: Tensor, x: Tensor, loop: int) -> tuple[Tensor, Tensor, float, float] | None:
-        g = min(1.0, CONVEX_STRENGTH / ((loop + 1) * math.sqrt(self.config.n_layers)))
+        g = convex_weight(loop + 1, self.config.n_layers)
         return (h, x, 1 - g, g) if self.acts(loop) else None
 
 
@@ -115,7 +115,10 @@ class Adapter(Injection):
             self.linear.weight.copy_(torch.eye(d, 2 * d))
         else:
             std = math.sqrt(2 / (5 * d))
-            nn.init.trunc_normal_(self.linear.weight, std=std, a=-3 * std, b=3 * std)
+            # Cut at 3 deviations, by the inverse of the distribution function: torch's rejection
+            # reads values back, which neither fake nor meta tensors have.
+            edge = math.erf(3 / math.sqrt(2))
+            self.linear.weight.uniform_(-edge, edge).erfinv_().mul_(std * math.sqrt(2))
 
     def prepare(self, e: Tensor) -> Tensor:
         return F.linear(e, self.linear.weight[:, self.config.d_model :]).to(e.dtype)

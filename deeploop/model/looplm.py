@@ -299,6 +299,13 @@ class LoopLM(nn.Module):
             raise InputError(f"tokens: {end} positions, but the model was built for {limit}")
         return self.cos[start:end].to(dtype), self.sin[start:end].to(dtype)
 
+    def may_start_fresh(self, name: str) -> bool:
+        """Return whether a weight may keep its initial value where all others are loaded.
+
+        Those of adapters, which at first add nothing, and of depth rules, such as exit gates.
+        """
+        return ".adapters." in name or name.startswith("depth.")
+
     def logits(self, n: Tensor) -> Tensor:
         """Apply the head: final states [..., d_model] -> logits [..., vocab_size]."""
         return F.linear(n, self.head)

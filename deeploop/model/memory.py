@@ -8,6 +8,7 @@ backward, in units of d_model values of the branches' dtype (c bytes; the stream
     attention      n, q, k, v, output                            5 c
     SwiGLU         n, [gate, up]; not compiled: silu(gate), the product     c + (2 to 4) c ff / d
     experts        n, and by routed expert: [gate, up], output   c + top_k (2 c f / d + c)
+    adapters       x A^T of each matrix                          c rank / d
     each update    the new stream                                4
 
 With recompute = visit or loop only h and n at its start are saved, and the tensors above exist
@@ -20,7 +21,12 @@ import torch
 
 from deeploop.config import Config, ModelConfig
 from deeploop.config.backprop import segments
-from deeploop.model.flops import block_weights, dense_block_weights
+from deeploop.model.flops import (
+    adapter_ranks,
+    adapter_weights,
+    block_weights,
+    dense_block_weights,
+)
 from deeploop.model.loss import CHUNK_BYTES
 from deeploop.model.residual import residual_rule
 from deeploop.utils.device import computes_in_bf16
@@ -44,7 +50,8 @@ def core_parameters(m: ModelConfig) -> int:
     e = m.moe
     whole = dataclasses.replace(m, moe=dataclasses.replace(e, top_k=e.experts or e.top_k))
     later_routers = (m.loops - 1) * e.experts * m.d_model if e.router_per_loop else 0
-    return m.n_layers * (block_weights(whole) + later_routers)
+    later_adapters = (m.loops - 1) * adapter_weights(m)
+    return m.n_layers * (block_weights(whole) + later_routers + later_adapters)
 
 
 def block_values(m: ModelConfig, dense: bool, compiled: bool) -> tuple[int, int]:
@@ -57,7 +64,8 @@ def block_values(m: ModelConfig, dense: bool, compiled: bool) -> tuple[int, int]
     """
     e, products = m.moe, 2 if compiled else 4
     if dense or not e.experts:
-        return 5 * m.d_model, m.d_model + products * m.ff_width
+        qkv, out, *others = [0] * 4 if dense else [rank for _, rank in adapter_ranks(m)]
+        return 5 * m.d_model + qkv + out, m.d_model + products * m.ff_width + sum(others)
     width = e.d_expert or m.d_model
     routed = e.top_k * (2 * width + m.d_model)
     return 5 * m.d_model, m.d_model + routed + products * e.shared * width
@@ -155,7 +163,8 @@ def check_diagnosis(config: Config, device: torch.device, sequences: int) -> Non
     full = config.replace("train", backprop="full", recompute="none", compile=False)
     saved = sequences * m.seq_len * saved_bytes(full, 4)[0]
     routers = m.n_layers * m.moe.experts * m.d_model * (m.loops if m.moe.router_per_loop else 1)
-    gradients = STREAM * m.loops * (core_parameters(m) - routers)
+    of_one_loop = routers + m.loops * m.n_layers * adapter_weights(m)
+    gradients = STREAM * m.loops * (core_parameters(m) - of_one_loop)
     check_fits(
         STREAM * parameters(m) + gradients + saved,
         device,

@@ -4,6 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deeploop.model.attention import AttentionContext
+from deeploop.model.lora import Adapters, adapted
 
 
 class SwiGLU(nn.Module):
@@ -14,7 +15,12 @@ class SwiGLU(nn.Module):
         self.gate_up = nn.Linear(d_model, 2 * d_ff, bias=False)
         self.out = nn.Linear(d_ff, d_model, bias=False)
 
-    def forward(self, n: Tensor, context: AttentionContext | None = None) -> Tensor:
+    def forward(
+        self,
+        n: Tensor,
+        context: AttentionContext | None = None,
+        adapters: Adapters = (None, None),
+    ) -> Tensor:
         """Map n [B, T, d_model] -> [B, T, d_model]; the context is attention's and not read."""
-        gate, up = self.gate_up(n).chunk(2, dim=-1)
-        return self.out(F.silu(gate) * up)
+        gate, up = adapted(self.gate_up, n, adapters[0]).chunk(2, dim=-1)
+        return adapted(self.out, F.silu(gate) * up, adapters[1])

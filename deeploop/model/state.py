@@ -32,11 +32,11 @@ class Visit(NamedTuple):
     def branch(self, n: Tensor, context: AttentionContext) -> "Tensor | Routed":
         """Run the sublayer's branch on its normalised input [B, T, d_model]."""
         branch = self.sublayer.branch
-        # The router's matrix, not the loop's number: a compiled branch then serves every loop.
+        # The loop's matrices, not its number: a compiled branch then serves every loop.
         if isinstance(branch, MoE):
             f = branch(n, branch.router(self.loop or 0))
         else:
-            f = branch(n, context)
+            f = branch(n, context, self.sublayer.adapters_in(self.loop))
         return f if self.gate is None else gated(f, self.gate)
 
 

@@ -1,9 +1,12 @@
 """A physical sublayer: one branch, and the gains of the norms before and after it."""
 
+from collections.abc import Mapping
+
 from torch import Tensor, nn
 
 from deeploop.config import ModelConfig
 from deeploop.model.attention import Attention
+from deeploop.model.lora import Adapters, LoopAdapters
 from deeploop.model.mlp import SwiGLU
 from deeploop.model.moe.layer import MoE
 from deeploop.model.residual import Residual
@@ -16,15 +19,38 @@ class Sublayer(nn.Module):
 
     `norm_in.weight` [d_model] is the gain of the norm before the branch, `norm_out.weight`
     [d_model] that of the norm after it (`Residual.gains` says which exist). The norms
-    themselves run inside the residual rule's kernels.
+    themselves run inside the residual rule's kernels. `adapters` has the loops' additions to
+    each of the branch's matrices, by its name (`deeploop.model.lora`); it is empty without them.
     """
 
-    def __init__(self, branch: Attention | SwiGLU | MoE, d_model: int, rule: Residual):
+    adapters: Mapping[str, LoopAdapters]
+
+    def __init__(
+        self,
+        branch: Attention | SwiGLU | MoE,
+        d_model: int,
+        rule: Residual,
+        loops: int = 1,
+        lora_rank: int = 0,
+    ):
         super().__init__()
         before, after = rule.gains(KINDS[type(branch)])
         self.norm_in = nn.RMSNorm(d_model) if before else None
         self.norm_out = nn.RMSNorm(d_model) if after else None
         self.branch = branch
+        adapters = {
+            name: LoopAdapters(linear, loops, lora_rank)
+            for name, linear in branch.named_children()
+            if lora_rank and isinstance(linear, nn.Linear)
+        }
+        self.adapters = nn.ModuleDict(adapters)  # type: ignore[assignment]
+
+    def adapters_in(self, loop: int | None) -> Adapters:
+        """Return the adapters of the branch's two matrices in a loop counted from 0."""
+        if loop is None or not self.adapters:
+            return None, None
+        first, second = (adapters.of_loop(loop) for adapters in self.adapters.values())
+        return first, second
 
     @property
     def kind(self) -> str:
@@ -45,8 +71,12 @@ class Sublayer(nn.Module):
 def block(config: ModelConfig, rule: Residual, looped: bool = True) -> list[Sublayer]:
     """Make one block: attention, then SwiGLU or, in the loop of a model with experts, MoE."""
     d = config.d_model
-    attention = Attention(d, config.n_heads, config.qk_norm, config.norm_eps)
-    return [Sublayer(attention, d, rule), Sublayer(_feed_forward(config, looped), d, rule)]
+    branches = (
+        Attention(d, config.n_heads, config.qk_norm, config.norm_eps),
+        _feed_forward(config, looped),
+    )
+    rank = config.lora_rank if looped else 0
+    return [Sublayer(branch, d, rule, config.loops, rank) for branch in branches]
 
 
 def _feed_forward(config: ModelConfig, looped: bool) -> SwiGLU | MoE:

@@ -90,7 +90,7 @@ def save(
         try:
             work.mkdir(parents=True)
             _write(work, final, config, model, optimizer)
-            _copy_corpus(run, work)
+            copy_corpus(run, work)
             _write_state(work, step, config)
             for file in (*work.iterdir(), work):
                 sync(file)
@@ -119,14 +119,14 @@ def _write(
         usual_mode(work / name)
 
 
-def _copy_corpus(run: Path, work: Path) -> None:
-    """Copy what generation needs of a run, so that the checkpoint can be moved by itself."""
-    if not (run / CORPUS).exists():
+def copy_corpus(source: Path, target: Path) -> None:
+    """Copy what generation needs of a run or checkpoint: corpus.json and the tokenizer's file."""
+    if not (source / CORPUS).exists():
         return
-    tokenizer = read_corpus_file(run).get("tokenizer")
+    tokenizer = read_corpus_file(source).get("tokenizer")
     for name in (CORPUS, tokenizer):
-        if name and (run / name).is_file() and Path(name).name == name:
-            shutil.copyfile(run / name, work / name)
+        if name and (source / name).is_file() and Path(name).name == name:
+            shutil.copyfile(source / name, target / name)
 
 
 def _write_state(work: Path, step: int, config: Config) -> None:
@@ -235,15 +235,22 @@ def _open(folder: Path, newest: bool) -> Checkpoint:
     return checkpoint
 
 
-def load_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
+def load_weights(
+    checkpoint: Checkpoint, model: nn.Module, fresh: Callable[[str], bool] = lambda _: False
+) -> None:
     """Copy the checkpoint's weights into `model`.
+
+    Args:
+        checkpoint: with weights.
+        model: whose own weights stay where the checkpoint has none and `fresh` allows it.
+        fresh: by the name of a weight, whether it may stay.
 
     Raises InputError where the file is damaged, or its names, shapes and dtypes are not the
     model's.
     """
     _check_digest(checkpoint, MODEL)
     what = f"checkpoint {checkpoint.path}: {MODEL}"
-    model.load_state_dict(read_weights(checkpoint.path / MODEL, what, model))
+    model.load_state_dict(read_weights(checkpoint.path / MODEL, what, model, fresh))
 
 
 def load_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) -> None:

@@ -6,6 +6,7 @@ and write outside of their memory, or a few bytes that claim to be gigabytes.
 
 import math
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,16 @@ REMEDY = "restore it, or use another checkpoint"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def read_weights(path: Path, what: str, model: nn.Module) -> dict[str, Tensor]:
+def read_weights(
+    path: Path, what: str, model: nn.Module, fresh: Callable[[str], bool]
+) -> dict[str, Tensor]:
     """Return the weights in a .safetensors file, under today's names.
 
     Args:
         path: a regular file; its size bounds the memory that is taken.
         what: name of the file in an error.
         model: whose names, shapes and dtypes the weights must have.
+        fresh: by the name of a weight, whether the model's own may stay where the file has none.
 
     Raises:
         InputError: the file is damaged or a tensor is not one of the model's.
@@ -35,6 +39,8 @@ def read_weights(path: Path, what: str, model: nn.Module) -> dict[str, Tensor]:
     with foreign(what, REMEDY):
         weights = renamed_weights(load_file(path))
     wanted = model.state_dict()
+    own = {name: wanted[name] for name in wanted.keys() - weights.keys() if fresh(name)}
+    weights |= own
     for name in sorted(wanted.keys() ^ weights.keys()):
         reason = "lacks" if name in wanted else "has, and the model has not,"
         raise InputError(f"{what} does not fit: {reason} the weight {brief(name)}; {REMEDY}")

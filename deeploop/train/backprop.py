@@ -16,6 +16,7 @@ with the loops. With K or k of all the loops, segments and last are full, to the
 Source: LOOM, arXiv 2610.01153 (segments); Huginn, arXiv 2502.05171 (last).
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -37,6 +38,7 @@ class MicroBatch(NamedTuple):
     tokens: Tensor  # int64 [B, T]
     targets: Tensor  # int64 [B, T]
     draws: Draws = Draws()
+    batch_targets: int | None = None  # of the whole batch; None: every token has a target
 
 
 class SegmentResult(NamedTuple):
@@ -46,7 +48,7 @@ class SegmentResult(NamedTuple):
     loss: Tensor  # its share of the batch's mean cross-entropy after the last loop, nats
     z: Tensor | None  # its share of the z-loss term: a mean over tokens, summed over visits
     expert_loads: tuple[Tensor, ...]  # of each MoE visit, those without gradient, too
-    figures: dict[str, Tensor]  # shares of means over the batch's tokens
+    figures: dict[str, Tensor]  # shares of means over the batch's tokens or targets
 
 
 def run_segment(
@@ -57,6 +59,7 @@ def run_segment(
     state: LoopState | None = None,
     on_visit: OnVisit | None = None,
     chunk_rows: int | None = None,
+    teacher: LoopLM | None = None,
 ) -> SegmentResult:
     """Run forward, loss and backward of one segment on one micro-batch; gradients add up.
 
@@ -69,32 +72,30 @@ def run_segment(
         state: state after the segment before; a segment that starts from the tokens ignores it.
         on_visit: called with each visit and the stream after it.
         chunk_rows: rows of logits alive at once (`deeploop.model.loss`).
+        teacher: whose predictions are a target beside the text, in eval mode.
 
     Raises nothing on a loss that is not finite.
     """
     m, t = config.model, config.train
     tokens, batch_tokens = batch.tokens, t.batch_size * m.seq_len
-    share = tokens.numel() / batch_tokens
+    share, targets = tokens.numel() / batch_tokens, batch.batch_targets or batch_tokens
     state = None if segment.from_start else state
-    loss_of, ends = loss_rule(t), LoopEnds(model, tokens, on_visit)
+    loss_of, ends = loss_rule(t, teacher), LoopEnds(model, tokens, on_visit)
     loads: tuple[Tensor, ...] = ()
+    run = functools.partial(model.run, tokens, on_visit=on_visit, draws=batch.draws)
     name = f"loops {segment.loops.start + 1}-{segment.loops.stop}"
     with span(f"{name} forward"), autocast(tokens.device, t.precision):
         if segment.no_grad_loops:
             with torch.no_grad():
-                before = model.run(
-                    tokens, segment.no_grad_loops, state, on_visit=on_visit, draws=batch.draws
-                )
+                before = run(segment.no_grad_loops, state)
             state, loads = model.detach(before), before.expert_loads
-        s = model.run(
-            tokens, segment.loops, state, on_visit=on_visit, recompute=t.recompute,
-            on_loop=ends.add if loss_of.each_loop else None, draws=batch.draws,
-        )  # fmt: skip
+        on_loop = ends.add if loss_of.each_loop else None
+        s = run(segment.loops, state, recompute=t.recompute, on_loop=on_loop)
         if not loss_of.each_loop:
             ends.add_last(s)
         with span("loss"):
             terms = loss_of(ends, batch.targets, chunk_rows)
-        total = terms.total / batch_tokens
+        total = terms.total / targets
         z = None if s.router_z is None else s.router_z * share
         if z is not None and m.moe.z_loss:
             total = total + m.moe.z_loss * z
@@ -105,8 +106,8 @@ def run_segment(
         (total * segment.weight if segment.weight != 1 else total).backward()
     measured = model.depth.figures(s) | model.borders.figures()
     figures = {k: v.detach() * share for k, v in measured.items()}
-    figures |= {k: v / batch_tokens for k, v in terms.figures.items()}
+    figures |= {k: v / targets for k, v in terms.figures.items()}
     return SegmentResult(
-        model.detach(s), terms.loss.detach() / batch_tokens,
+        model.detach(s), terms.loss.detach() / targets,
         None if z is None else z.detach(), loads + s.expert_loads, figures,
     )  # fmt: skip

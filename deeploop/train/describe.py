@@ -7,6 +7,7 @@ from deeploop.config.fields import entries
 from deeploop.config.loop_count import mean_loops
 from deeploop.config.model import RESIDUALS
 from deeploop.model.looplm import count_parameters
+from deeploop.train.parents import describe_parents
 from deeploop.train.trainer import Trainer
 from deeploop.utils.device import device_name
 
@@ -39,18 +40,21 @@ def describe(trainer: Trainer) -> list[str]:
         for name in BORDERS
         if (value := getattr(m, name)) != getattr(type(m)(), name)
     )
+    adapters = f", LoRA rank {m.lora_rank} in each loop" if m.lora_rank else ""
     experts = ""
     if m.moe.experts:
         e = m.moe
         experts = f"; experts: {e.backend}, {e.top_k} of {e.experts} + {e.shared} shared"
     return [
         f"model    {c.preset}: {m.residual}, {blocks}, "
-        f"width {m.d_model}, {count_parameters(trainer.model):,} parameters{scale}{borders}",
+        f"width {m.d_model}, {count_parameters(trainer.model):,} parameters"
+        f"{scale}{adapters}{borders}",
         f"data     {trainer.corpus.describe()}",
         f"paths    {device_name(trainer.device)}, {c.train.precision}; updates: {kernels}; "
         f"attention: PyTorch{experts}; loss: chunked cross-entropy"
         f"{'; branches compiled' if c.train.compile else ''}",
         f"backprop {describe_backprop(trainer)}",
+        *describe_parents(c),
         *(f"unused   {name}" for name in without_effect(c)),
         f"run      {trainer.folder}",
     ]
@@ -85,6 +89,9 @@ def without_effect(config: Config) -> list[str]:
         value, other = getattr(mine, field), getattr(mine, needed_field)
         if value != getattr(type(mine)(), field) and other not in values.split("|"):
             lines.append(f"{name}={value}: no effect without {section}.{needed}")
+    t = config.train
+    if not t.teacher and t.teacher_weight != type(t)().teacher_weight:
+        lines.append(f"train.teacher_weight={t.teacher_weight}: no effect without train.teacher")
     return lines
 
 

@@ -32,6 +32,7 @@ def train_step(
     groups: Sequence[Sequence[Segment]] | None = None,
     around: Callable[[Segment | None], AbstractContextManager] = contextlib.nullcontext,
     chunk_rows: int | None = None,
+    teacher: LoopLM | None = None,
 ) -> StepMetrics:
     """Take one pass over a batch: an optimizer step after each group of segments.
 
@@ -46,6 +47,7 @@ def train_step(
         groups: segments of each optimizer step; by default those of `config.train.backprop`.
         chunk_rows: rows of logits alive at once (`deeploop.model.loss`).
         around: makes a context for each segment, and with None for each optimizer step.
+        teacher: a trained model, in eval mode, for `config.train.teacher_weight`.
 
     Returns:
         The step's figures, still on the device. Weights stay as they were where a gradient is
@@ -61,7 +63,7 @@ def train_step(
                 on_visit = metrics.on_visit(segment)
                 with around(segment):
                     result = run_segment(
-                        model, config, segment, batch, states[i], on_visit, chunk_rows
+                        model, config, segment, batch, states[i], on_visit, chunk_rows, teacher
                     )
                 metrics.add(segment, result, batch.tokens.numel())
                 states[i] = result.state

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from deeploop.config import Config
 from deeploop.config.loop_count import loops_of_sequences
-from deeploop.data.batches import train_batch
-from deeploop.data.corpus import Corpus
+from deeploop.data.source import Source
 from deeploop.eval.generate import sample
-from deeploop.eval.validate import bits_per_byte, held_out_targets, validate
+from deeploop.eval.validate import held_out_targets
 from deeploop.model.looplm import LoopLM, count_parameters
 from deeploop.model.noise import sequence_keys
 from deeploop.model.state import Draws
@@ -30,10 +29,12 @@ from deeploop.train.finite import first_nonfinite, state_is_finite, stream_is_fi
 from deeploop.train.losses import loss_rule
 from deeploop.train.metrics import StepMetrics, largest_rms
 from deeploop.train.optim import adamw, learning_rate
+from deeploop.train.parents import Parents, load_teacher, start_from
 from deeploop.train.progress import ProgressBar
 from deeploop.train.step import train_step
 from deeploop.train.stop import stop_signals
 from deeploop.train.throughput import Throughput
+from deeploop.train.validation import HeldOut, validate_run
 from deeploop.utils.console import open_console
 from deeploop.utils.device import autocast, device_name, peak_memory
 from deeploop.utils.disk import write_json
@@ -50,7 +51,7 @@ class Trainer:
     def __init__(
         self,
         config: Config,
-        corpus: Corpus,
+        corpus: Source,
         floors: dict[str, float],
         folder: Path,
         console: Console,
@@ -62,6 +63,7 @@ class Trainer:
         self.device = torch.device(config.train.device)
         self.model = LoopLM(config.model).to(self.device)
         loss_rule(config.train).freeze_others(self.model)
+        self.teacher: LoopLM | None = None
         self.optimizer = adamw(self.model, config.train)
         if config.train.compile:
             # Branches only: updates are single kernels already, and no graph
@@ -74,7 +76,7 @@ class Trainer:
         self.done = 0
         self.stopped: list[int] = []  # signals that ask the run to stop, received so far
         self.inputs: Tensor | None = None  # this rank's sequences of the last step, int64 [B, T]
-        self.validated = -1, math.nan  # at which step, to how many nats per token
+        self.validated = -1, HeldOut(math.nan, {}, "")  # at which step, and its figures
         self.nonfinite = torch.zeros((), dtype=torch.bool, device=self.device)
         self.speed = Throughput(config.train.batch_size * config.model.seq_len)
 
@@ -99,6 +101,13 @@ class Trainer:
         checkpoint.load_weights(ckpt, self.model)
         checkpoint.load_optimizer(ckpt, self.optimizer)
         self.done = ckpt.step
+
+    def learn_from(self, parents: Parents) -> None:
+        """Load the weights to start from and the teacher; raises InputError on a misfit."""
+        if parents.init is not None:
+            start_from(self.config, parents.init, self.model)
+        if parents.teacher is not None:
+            self.teacher = load_teacher(self.config, parents.teacher, self.device)
 
     def fit(self) -> dict[str, Any]:
         """Train to the last step, or to the signal that stops it; returns the summary."""
@@ -163,7 +172,7 @@ class Trainer:
         lr = learning_rate(self.done, self.config.train)
         metrics = train_step(
             self.model, self.optimizer, self.config, micro_batches, lr,
-            step=self.done, ranks=self.ranks, observe=observe,
+            step=self.done, ranks=self.ranks, observe=observe, teacher=self.teacher,
         )  # fmt: skip
         self.nonfinite |= metrics.nonfinite
         self.done += 1
@@ -173,6 +182,7 @@ class Trainer:
         """Return this rank's sequences of the next batch, and what is drawn for each, in pieces."""
         t, rows = self.config.train, self.sequences
         self.inputs, targets = self.batch()
+        count = self.corpus.batch_targets(**self.next_batch())
         keys = first_loops = None
         if self.config.model.start == "noise":
             keys = sequence_keys(t.seed, self.done, rows)
@@ -188,21 +198,19 @@ class Trainer:
                 self.send(self.inputs[i : i + self.micro]),
                 self.send(targets[i : i + self.micro]),
                 Draws(piece(keys, i), piece(first_loops, i)),
+                count,
             )
             for i in range(0, len(rows), self.micro)
         ]
 
     def batch(self) -> tuple[Tensor, Tensor]:
         """Return this rank's sequences of the next batch: tokens and targets, int64 [B, T]."""
-        t = self.config.train
-        return train_batch(
-            self.corpus.train,
-            seed=t.seed,
-            step=self.done,
-            global_batch=t.batch_size,
-            seq_len=self.config.model.seq_len,
-            rows=self.sequences,
-        )
+        return self.corpus.batch(**self.next_batch(), rows=self.sequences)
+
+    def next_batch(self) -> dict[str, int]:
+        """Return the arguments that name the next batch to the corpus."""
+        t, seq_len = self.config.train, self.config.model.seq_len
+        return dict(seed=t.seed, step=self.done, global_batch=t.batch_size, seq_len=seq_len)
 
     def last_inputs(self) -> Tensor:
         """Return the first micro-batch of the last step, of the next before any, on the device."""
@@ -244,21 +252,17 @@ class Trainer:
         Raises Diverged if the loss is not finite.
         """
         self.check_finite()
-        t = self.config.train
         with self.speed.paused():
-            loss = validate(
-                self.model, self.corpus, self.micro, t.precision, t.eval_tokens, self.ranks,
-                self.stop_validation,
-            )  # fmt: skip
-        if loss is None:
+            held_out = validate_run(
+                self.model, self.config, self.corpus, self.micro, self.ranks, self.stop_validation
+            )
+        if held_out is None:
             return
-        bits = bits_per_byte(loss, self.corpus, t.eval_tokens)
-        self.metrics.write(step=self.done, val_loss=loss, val_bits_per_byte=bits)
-        if not math.isfinite(loss):
+        self.metrics.write(step=self.done, **held_out.figures)
+        if not math.isfinite(held_out.loss):
             raise self.diverged("held-out loss is not finite at step")
-        in_bits = "" if bits is None else f" ({bits:.3f} bits/byte)"
-        self.live.say(f"step {self.done:>6}  held-out loss {loss:.4f}{in_bits}")
-        self.validated = self.done, loss
+        self.live.say(f"step {self.done:>6}  held-out loss {held_out.text}")
+        self.validated = self.done, held_out
 
     def stop_validation(self, done: int) -> bool:
         """Show that `done` targets are read; returns whether a signal asks to stop."""
@@ -312,10 +316,8 @@ class Trainer:
         if stopped_by is not None:
             values["stopped_by"] = signal.Signals(stopped_by).name
         else:
-            loss, tokens = self.validated[1], self.config.train.eval_tokens
-            values["val_loss"] = loss
-            values["val_bits_per_byte"] = bits_per_byte(loss, self.corpus, tokens)
-            values["val_tokens"] = held_out_targets(self.corpus, tokens)
+            values |= self.validated[1].figures
+            values["val_tokens"] = held_out_targets(self.corpus, self.config.train.eval_tokens)
         if not self.ranks.is_main:
             return values
         if stopped_by is None:
@@ -340,11 +342,11 @@ class Trainer:
         tokenizer = self.corpus.tokenizer
         if tokenizer is None:
             return None
-        length = min(SAMPLE_PROMPT, len(self.corpus.val), self.config.model.seq_len)
-        prompt = torch.from_numpy(self.corpus.val.read(0, length)).to(self.device)
+        length = min(SAMPLE_PROMPT, self.corpus.held_out_targets, self.config.model.seq_len)
+        prompt, _ = next(self.corpus.held_out(1, length, length))
         self.model.eval()
         with autocast(self.device, self.config.train.precision):
-            tokens = sample(self.model, prompt[None], SAMPLE_TOKENS, temperature=0.8)
+            tokens = sample(self.model, prompt.to(self.device), SAMPLE_TOKENS, temperature=0.8)
         self.model.train()
         return tokenizer.decode(tokens[0].tolist())
 

@@ -13,6 +13,7 @@ from deeploop.analyze.plan.memory import step_memory
 from deeploop.analyze.profile import profile, trace
 from deeploop.cli import main
 from deeploop.config import MoEConfig
+from deeploop.train.setup import open_run
 from deeploop.utils.distributed import Ranks
 from tests.helpers.ranks import finish, start_ranks
 
@@ -242,3 +243,12 @@ def test_a_gpus_readings_and_mfu_are_shown(config, quiet, tmp_path):
     assert "MFU 42.1%" in said and "power_w up to 650.5" in said
     plots.profile(figures, summary.curve, summary.sections, tmp_path / "page.png")
     assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_profiled_step_has_the_runs_teacher(config, quiet, tmp_path):
+    parent = str(tmp_path / "parent")
+    open_run(config.replace("train", out=parent, steps=1), quiet).fit()
+    trainer = opened(config, quiet, teacher=parent)
+    trainer.step()
+    assert trainer.teacher is not None

@@ -10,6 +10,7 @@ from deeploop.model.looplm import LoopLM
 EXPERTS = MoEConfig(experts=4, top_k=2, d_expert=8, shared=1, capacity_factor=1.0)
 MODELS = {
     "deeploop": {},
+    "deeploop, adapters": {"lora_rank": 4},
     "deeploop, experts": {"moe": EXPERTS},
     "loom": {"residual": "loom", "moe": EXPERTS},
     "native loom": {

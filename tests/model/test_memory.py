@@ -25,6 +25,7 @@ RUNS = {
     "loops recomputed": ("deeploop-tiny", {"loops": 3, "coda": 1}, {"recompute": "loop"}),
     "last": ("gpt2-small-r1-baseline", {"loops": 5}, {"backprop": "last", "precision": "bf16"}),
     "accumulated": ("deeploop-tiny", {"loops": 2, "n_layers": 2}, {"micro_batch": 2}),
+    "adapters": ("gpt2-small-r1-baseline", {"loops": 3, "lora_rank": 16}, {}),
     "loom, segments": ("loom-tiny", {"loops": 3, "prelude": 1}, {"backprop": "segments"}),
 }
 

@@ -12,13 +12,7 @@ from deeploop.train.setup import open_run
 from deeploop.utils.errors import InputError
 from tests.helpers.data import refused
 
-
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch):
-    """Leave out what a run draws and samples at its end: it takes most of the time."""
-    for name in ("loss", "loops"):
-        monkeypatch.setattr(f"deeploop.runs.plots.{name}", lambda *_: None)
-    monkeypatch.setattr("deeploop.train.trainer.SAMPLE_TOKENS", 2)
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 @pytest.fixture

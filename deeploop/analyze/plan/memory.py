@@ -296,7 +296,7 @@ def recognisable_batch(sequences: int, m: ModelConfig, chunk: int) -> int:
     """
     others = {
         m.d_model, m.ff_width, m.n_heads, m.vocab_size, m.seq_len, m.moe.experts, m.moe.top_k,
-        m.moe.d_expert or m.d_model, m.moe.shared, chunk,
+        m.moe.d_expert or m.d_model, m.moe.shared, m.lora_rank, chunk,
     }  # fmt: skip
     for n in itertools.count(max(sequences, 5)):
         prime = all(n % k for k in range(2, math.isqrt(n) + 1))

@@ -46,6 +46,7 @@ from deeploop.data.tokenizer import load_tokenizer
 from deeploop.model.flops import flops_per_token
 from deeploop.runs.folder import choose_run_folder, claim_folder, lock_run_folder
 from deeploop.train import setup
+from deeploop.train.parents import find_parents
 from deeploop.train.trainer import Trainer
 from deeploop.utils.console import print_whole, say
 from deeploop.utils.device import device_name, peak_memory
@@ -84,11 +85,13 @@ def open_profile(config: Config, steps: Steps, console: Console, ranks: Ranks) -
     # The learning rate is a function of the number of steps.
     config = config.replace("train", steps=steps.total)
     setup.check_memory(config, ranks)
-    corpus = setup.open_corpus(config) if config.data.path else random_corpus(config)
+    named = config.data.path or config.data.task
+    corpus = setup.open_corpus(config) if named else random_corpus(config)
     config = setup.resolve(config, corpus, ranks)
     setup.check_memory(config, ranks)  # the vocabulary is now known
     folder = choose_run_folder(config, "profiles") if ranks.is_main else Path(config.train.out)
     trainer = Trainer(config, corpus, {}, folder, console, ranks)
+    trainer.learn_from(find_parents(config, corpus, started=True))  # its weights change no time
     if ranks.is_main:
         if not config.train.out:
             trainer.folder = claim_folder(folder)

@@ -17,10 +17,9 @@ def huginn_presets() -> list[Config]:
     Of the released model: sizes, the order of norms (the final norm also before the coda), the
     start from noise, the adapter and its initial weights, the draw of loops around 32 with
     gradients through the last 8, checkpointing of each loop, learning rate, decay and batch.
-    Different here: no bias on queries and keys, RMSNorm on the embedding in the place of its factor
-    sqrt(d), Xavier's initial weights in the place of Takase's, AdamW in the place of Adam-atan2. The number
-    of steps is a fit to 800 B tokens. Only the tiny model is ours: its sizes, loops, learning rate
-    and steps are in no paper.
+    Different here: no bias on queries and keys; RMSNorm on the embedding, not a factor sqrt(d);
+    Xavier's initial weights, not Takase's; AdamW, not Adam-atan2. The number of steps is a fit to
+    800 B tokens. Of the tiny model sizes, loops, learning rate and steps are ours.
     """
     return [
         Config(

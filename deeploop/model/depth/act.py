@@ -107,5 +107,8 @@ class ACT(Depth):
         tau = self.config.act.ponder_weight
         return tau * self.ponder(s).mean() if tau else None
 
+    def loops_taken(self, s: LoopState) -> Tensor:
+        return s.depth.loops
+
     def figures(self, s: LoopState) -> dict[str, Tensor]:
         return {"act_loops": s.depth.loops.mean()}

@@ -65,6 +65,24 @@ class Depth(nn.Module):
         """Return the state that the coda and the head read after the last loop."""
         return s
 
+    def logit(self, s: LoopState) -> Tensor | None:
+        """Return the logit of leaving after a loop; None for a rule that gives none.
+
+        Args:
+            s: state after the loop, as the coda or the head reads it.
+
+        Returns:
+            float32 [B, T] (`deeploop.model.depth.gate.log_exit_distribution`), or None.
+        """
+        return None
+
+    def loops_taken(self, s: LoopState) -> Tensor | None:
+        """Return the loops that each token took part in [B, T]; None where all take every one.
+
+        s: state after the last loop.
+        """
+        return None
+
     def penalty(self, s: LoopState) -> Tensor | None:
         """Return what the rule adds to the loss: a scalar, weighted, its mean over tokens."""
         return None

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from deeploop.config import ModelConfig
-from deeploop.model.borders import counts_loops, number_fields
+from deeploop.model.borders import counts_loops, number_fields, reads_input
 from deeploop.model.depth.base import Depth, OnLoop, RunLoop
 from deeploop.model.depth.solvers import Solution, anderson, plain, relative_residual
 from deeploop.model.residual import residual_rule
@@ -49,7 +49,7 @@ class FixedPoint(Depth):
     def __init__(self, config: ModelConfig):
         super().__init__(config)
         rule = residual_rule(config)
-        if config.inject == "none" and not rule.uses_input:
+        if not reads_input(config, rule):
             raise InputError(
                 f"model.depth={config.depth}: needs model.inject, or its fixed point would not "
                 "depend on the tokens"
