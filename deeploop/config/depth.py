@@ -7,7 +7,15 @@ loops; `deeploop.model.depth` has a file for each.
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
-from deeploop.config.fields import FRACTION, LOGIT, NOT_NEGATIVE, check_fields, flag
+from deeploop.config.fields import (
+    FRACTION,
+    LOGIT,
+    NOT_NEGATIVE,
+    POSITIVE,
+    POSITIVE_SHARE,
+    check_fields,
+    flag,
+)
 
 
 class DepthChoice(NamedTuple):
@@ -17,6 +25,7 @@ class DepthChoice(NamedTuple):
     section: str | None = None  # the section of ModelConfig that only this rule reads
     gate: bool = False  # whether it gives an exit probability after each loop, for train.loss
     backprops: tuple[str, ...] = ("full", "segments", "last", "progressive")
+    per_sequence: bool = True  # whether sequences may have numbers of loops of their own
 
 
 # The registry of depth rules. A new rule is a file in deeploop/model/depth/ and a line here.
@@ -26,7 +35,11 @@ DEPTHS = {
         "deeploop.model.depth.act:ACT", section="act", backprops=("full", "last", "progressive")
     ),
     "gate": DepthChoice("deeploop.model.depth.gate:ExitGate", gate=True),
-}
+    "fixed_point": DepthChoice(
+        "deeploop.model.depth.fixed_point:FixedPoint", section="solver",
+        backprops=("full", "last"), per_sequence=False,
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -49,3 +62,27 @@ class ActConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "model.act.")
+
+
+@dataclass(frozen=True)
+class SolverConfig:
+    """Fixed points (arXiv 1909.01377); read by `depth` fixed_point alone."""
+
+    method: Annotated[
+        Literal["plain", "anderson"],
+        flag("solver without gradient: plain repeats the loop, anderson mixes its last states"),
+    ] = "plain"
+    tolerance: Annotated[
+        float,
+        flag("relative residual at which a token is at rest; 0: all loops run"),
+        NOT_NEGATIVE,
+    ] = 1e-3
+    memory: Annotated[int, flag("states that anderson mixes"), POSITIVE] = 3
+    damping: Annotated[
+        float,
+        flag("tau of a loop with gradient, s <- tau f(s) + (1 - tau) s; 1: no damping"),
+        POSITIVE_SHARE,
+    ] = 1.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, "model.solver.")

@@ -87,7 +87,8 @@ def _flops(config: Config, plan: Sequence[Segment]) -> float:
     m, each_loop = config.model, LOSSES[config.train.loss].each_loop
     injects = reads_input(m, residual_rule(m))
     prelude = unlooped_flops(m, m.prelude)
-    loss = 2 * m.vocab_size * m.d_model + unlooped_flops(m, m.coda)
+    readout = 2 * m.d_model**2 if m.readout_map else 0
+    loss = 2 * m.vocab_size * m.d_model + readout + unlooped_flops(m, m.coda)
     total = 0.0
     for s in plan:
         losses = len(s.loops) if each_loop else 1

@@ -204,12 +204,12 @@ class LoopLM(nn.Module):
         with span("embedding"):
             e = self.embed(tokens)
             rope = self.rope(tokens, cache, autocast_dtype(e))
-        if state is None or (self.borders.uses_input and self.prelude):
-            start = self._prelude(e, rope, first_gain, cache, on_visit)
+        if state is None or self.borders.uses_input:
+            start = self.borders.input(self._prelude(e, rope, first_gain, cache, on_visit))
             e, position = start.h, 0 if cache is None else cache.length
             if state is None:
                 state = self.borders.start(start, position, draws.keys)
-        return LoopInputs(e, self.borders.prepare(e), rope), state
+        return LoopInputs(e, self.borders.prepare(e), rope, cache is not None), state
 
     def output(
         self,

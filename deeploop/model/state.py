@@ -56,6 +56,7 @@ class LoopInputs(NamedTuple):
     e: Tensor  # [B, T, d_model] the loops' input
     x: Tensor  # [B, T, d_model] the summand made of it (`Injection.prepare`)
     rope: tuple[Tensor, Tensor]  # cos and sin, [T, 1, head_dim]
+    cached: bool = False  # whether a cache keeps the keys and values of every loop
 
 
 class LoopState(NamedTuple):

@@ -23,6 +23,8 @@ USED_WITH = {
     "train.exit_prior": "loss=ponder",
 }
 
+BORDERS = ("start", "input_norm", "inject", "loop_norm", "readout_map", "loop_signal", "depth")
+
 
 def describe(trainer: Trainer) -> list[str]:
     """Return the log's first lines: the model, the data and the implementations that run."""
@@ -35,7 +37,7 @@ def describe(trainer: Trainer) -> list[str]:
     scale = f", {scales}" if scales else ""
     borders = "".join(
         f", {name.replace('_', ' ')} {value}"
-        for name in ("start", "inject", "loop_norm", "loop_signal", "depth")
+        for name in BORDERS
         if (value := getattr(m, name)) != getattr(type(m)(), name)
     )
     adapters = f", LoRA rank {m.lora_rank} in each loop" if m.lora_rank else ""

@@ -146,6 +146,9 @@ def plain_start(model, tokens, keys=None):
     s = LoopState(rule.embed(model.embed_tokens.weight[tokens], gain))
     s = plain_blocks(model, s, model.prelude, None)
     e = s.h
+    if c.input_norm:
+        e = rms_norm(e, model.borders.norm_input.weight, c.norm_eps)
+        s = s._replace(h=e)
     if c.start == "noise":
         keys = torch.zeros(len(tokens), dtype=torch.int64) if keys is None else keys
         s = LoopState(truncated_normal(keys, range(tokens.shape[1]), c.d_model, c.start_std).to(e))
@@ -166,6 +169,8 @@ def plain_loop(model, s, e, loop):
 def plain_readout(model, s):
     """Final normalised states [B, T, d_model] of the state after some loops."""
     c = model.config
+    if c.readout_map:
+        s = s._replace(h=s.h @ model.borders.readout.weight.T)
     if c.loop_norm == "last":
         s = s._replace(h=rms_norm(s.h, model.final_gain, c.norm_eps))
     if c.loop_norm != "none" and not model.coda:
