@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple
 
 from deeploop.config import scaling
-from deeploop.config.depth import DEPTHS, ActConfig
+from deeploop.config.depth import DEPTHS, ActConfig, MorConfig, check_capacities
 from deeploop.config.fields import (
     FRACTION,
     MAY_CHANGE,
@@ -185,11 +185,13 @@ class ModelConfig:
     moe: MoEConfig = field(default_factory=MoEConfig)
     loom: LoomConfig = field(default_factory=LoomConfig)
     act: ActConfig = field(default_factory=ActConfig)
+    mor: MorConfig = field(default_factory=MorConfig)
 
     def __post_init__(self) -> None:
         check_fields(self, "model.")
         check_choice("model.residual", self.residual, RESIDUALS)
         check_choice("model.depth", self.depth, DEPTHS)
+        check_capacities(self)
         if self.d_model % self.n_heads or (self.d_model // self.n_heads) % 2:
             raise InputError(
                 f"model.n_heads={self.n_heads}: must divide model.d_model={self.d_model} "

@@ -6,17 +6,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deeploop.model.kv.cache import KVCache
+from deeploop.model.kv.cache import KVCache, visible
 
 
 class AttentionContext(NamedTuple):
     """Inputs of a visit's attention beside its normalised input."""
 
-    cos: Tensor  # [T, 1, head_dim], for the positions of this input
-    sin: Tensor  # [T, 1, head_dim], first half negated
+    cos: Tensor  # [T, 1, head_dim] or [B, T, 1, head_dim], for the positions of this input
+    sin: Tensor  # as cos, first half negated
     loop: int | None = None  # counted from 0; None outside of the loops
     block: int = 0  # physical block: with the loop, it tells which keys and values to read
     cache: KVCache | None = None
+    valid: Tensor | None = None  # bool [B, T], tokens whose keys others see; None: all
 
 
 def rope_tables(seq_len: int, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
@@ -83,6 +84,8 @@ class Attention(nn.Module):
         v = v.transpose(1, 2)
         mask = None
         if context.cache is not None:
-            k, v, mask = context.cache.update(context.loop, context.block, k, v)
+            k, v, mask = context.cache.update(context.loop, context.block, k, v, context.valid)
+        elif context.valid is not None:
+            mask = visible(context.valid, T)
         f = attend(q, k, v, mask)
         return self.out(f.transpose(1, 2).reshape(B, T, d))

@@ -122,6 +122,7 @@ class LoopLM(nn.Module):
             raise InputError(f"loops={loops}: needs at least one loop")
         if cache is not None:
             cache.check(len(tokens), loops)
+            self.depth.check_cache()
         s = self.run(
             tokens, range(loops), cache=cache, on_visit=on_visit, draws=draws, on_loop=on_loop
         )
@@ -164,18 +165,18 @@ class LoopLM(nn.Module):
             s: LoopState, where: tuple[Visit, LoopInputs], on_visit: OnVisit | None
         ) -> LoopState:
             visit, inputs = where
-            return self._visit(s, visit, inputs.rope, cache, on_visit)
+            return self._visit(s, visit, inputs.rope, cache, on_visit, inputs.valid)
 
         def blocks(
             s: LoopState, where: tuple[int, LoopInputs], on_visit: OnVisit | None
         ) -> LoopState:
             loop, inputs = where
-            norm = borders.norms_after(last=loop + 1 == loops.stop)
+            norm = borders.norms_after(loop + 1 == loops.stop) and not self.depth.changes_stream
             gain = gain_after(loop) if norm else None
             prelude, factors = self.config.prelude, borders.factors(loop)
             first, *rest = visits(core[loop], loop, prelude, gain, norm, factors)
             with span("updates"):
-                s = borders.start_loop(s, inputs.e, inputs.x, first)
+                s = borders.start_loop(s, inputs, first)
             for visit in (first, *rest):
                 s = maybe_checkpoint(visit_once, recompute == "visit")(s, (visit, inputs), on_visit)
             return borders.end_loop(s, self.final_gain)
@@ -271,10 +272,12 @@ class LoopLM(nn.Module):
         rope: tuple[Tensor, Tensor],
         cache: KVCache | None,
         on_visit: OnVisit | None,
+        valid: Tensor | None = None,
     ) -> LoopState:
         """Run one visit: the branch, then the residual rule with the following norm."""
+        context = AttentionContext(*rope, visit.loop, visit.block, cache, valid)
         with span(visit.sublayer.kind):
-            f = visit.branch(s.normed, AttentionContext(*rope, visit.loop, visit.block, cache))
+            f = visit.branch(s.normed, context)
         with span("updates"):
             s = self.rule(s.with_routing(f), f, visit)
         if on_visit is not None:

@@ -8,6 +8,7 @@ visit ends in one fused kernel: residual rule plus following norm.
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from deeploop.model.attention import AttentionContext
@@ -55,7 +56,18 @@ class LoopInputs(NamedTuple):
 
     e: Tensor  # [B, T, d_model] the loops' input
     x: Tensor  # [B, T, d_model] the summand made of it (`Injection.prepare`)
-    rope: tuple[Tensor, Tensor]  # cos and sin, [T, 1, head_dim]
+    rope: tuple[Tensor, Tensor]  # cos and sin, [T, 1, head_dim]; of some tokens [B, k, 1, head_dim]
+    index: Tensor | None = None  # int64 [B, k], rising: the tokens that the state has; None: all
+    valid: Tensor | None = None  # bool [B, T], tokens whose keys count; None: all
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return the rows of x [B, T, ...] for the tokens that the state has."""
+        return x if self.index is None else take(x, self.index)
+
+    def take(self, index: Tensor) -> "LoopInputs":
+        """Return the inputs for some tokens, int64 [B, k], rising; e and x stay whole (`of`)."""
+        cos, sin = self.rope
+        return self._replace(rope=(cos[index], sin[index]), index=index)
 
 
 class LoopState(NamedTuple):
@@ -119,6 +131,24 @@ def gain_in(sublayer: Sublayer, modulation: Modulation | None = None) -> Tensor 
     if modulation is None:
         return gain
     return modulation.scale if gain is None else gain * modulation.scale
+
+
+def rows(index: Tensor, length: int) -> Tensor:
+    """Return the rows int64 [B k] of a tensor [B length, ...] that index int64 [B, k] names."""
+    first = torch.arange(0, len(index) * length, length, device=index.device)
+    return (index + first[:, None]).flatten()
+
+
+def take(x: Tensor, index: Tensor) -> Tensor:
+    """Return the tokens of x [B, T, ...] that index int64 [B, k] names: [B, k, ...]."""
+    taken = x.flatten(0, 1).index_select(0, rows(index, x.shape[1]))
+    return taken.view(*index.shape, *x.shape[2:])
+
+
+def put(x: Tensor, index: Tensor, new: Tensor) -> Tensor:
+    """Return a copy of x [B, T, ...] with new [B, k, ...] for the tokens that index names."""
+    replaced = x.flatten(0, 1).index_copy(0, rows(index, x.shape[1]), new.flatten(0, 1))
+    return replaced.view(x.shape)
 
 
 def gated(f: "Tensor | Routed", gate: Tensor) -> "Tensor | Routed":

@@ -13,6 +13,7 @@ MOST_BYTES = 2**30
 LISTS = {
     "segment_losses": 1,
     "loop_losses": 1,
+    "loop_shares": 1,
     "residual_rms": 1,
     "load_spread": 1,
     "router_overlap": 2,

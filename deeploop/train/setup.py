@@ -98,6 +98,7 @@ def check_draws(config: Config) -> None:
             f"train.loop_count_per=sequence: needs loops that do not depend on their number; "
             f"give batch, or leave out what does (model.residual={m.residual}, "
             f"model.start={m.start}, model.inject={m.inject}, model.loop_signal={m.loop_signal}, "
+            f"model.depth={m.depth}, "
             f"routers for each loop)"
         )
 

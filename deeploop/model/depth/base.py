@@ -24,8 +24,10 @@ class Depth(nn.Module):
 
     A subclass overrides what differs: `loop` for one loop, `run` for all of them, `readout` for
     the state that the coda and the head read. Its tensors travel in `LoopState.depth`, each
-    [B, T, ...].
+    [B, T, ...] or a sum over tokens.
     """
+
+    changes_stream = False  # True if it changes the stream after a loop: no norm is taken there
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -65,12 +67,18 @@ class Depth(nn.Module):
         """Return the state that the coda and the head read after the last loop."""
         return s
 
+    def check_cache(self) -> None:
+        """Refuse a cache of past tokens where the rule cannot do with one; raises InputError."""
+
     def penalty(self, s: LoopState) -> Tensor | None:
         """Return what the rule adds to the loss: a scalar, weighted, its mean over tokens."""
         return None
 
     def figures(self, s: LoopState) -> dict[str, Tensor]:
-        """Return figures to log of the state after the last loop: scalars, means over tokens."""
+        """Return figures to log of the state after the last loop: means over tokens.
+
+        Scalars, or [loops] (then named in `deeploop.runs.metrics_file.LISTS`).
+        """
         return {}
 
 
