@@ -38,6 +38,10 @@ DEPTHS = {
         "deeploop.model.depth.expert_choice:ExpertChoice", section="mor", counts_loops=True,
         narrows=True, backprops=("full", "segments", "progressive"),
     ),
+    "token_choice": DepthChoice(
+        "deeploop.model.depth.token_choice:TokenChoice", section="mor", counts_loops=True,
+        backprops=("full", "progressive"),
+    ),
 }  # fmt: skip
 
 
@@ -92,6 +96,25 @@ class MorConfig:
         NOT_NEGATIVE,
     ] = 1e-3
 
+    kv: Annotated[
+        Literal["selected", "first"],
+        flag("keys and values that a loop reads: of the tokens in it, or the first loop's of all"),
+    ] = "selected"
+    score: Annotated[
+        Literal["softmax", "sigmoid"],
+        flag("token_choice: turns the logit of each number of loops into its score"),
+    ] = "softmax"
+    balance: Annotated[
+        float,
+        flag("token_choice: weight of the loss that spreads tokens over the numbers of loops"),
+        NOT_NEGATIVE,
+    ] = 0.1
+    z_loss: Annotated[
+        float,
+        flag("token_choice: weight of the mean squared logsumexp of router logits"),
+        NOT_NEGATIVE,
+    ] = 1e-3
+
     def __post_init__(self) -> None:
         check_fields(self, "model.mor.")
         try:
@@ -117,12 +140,19 @@ def capacities(mor: MorConfig, loops: int) -> list[float]:
 
 
 def check_capacities(m: "ModelConfig") -> None:
-    """Refuse capacities of another number of loops; raises InputError."""
+    """Refuse capacities of another number of loops, or keys of a loop of some; InputError."""
+    if not DEPTHS[m.depth].narrows:
+        return
     listed = capacities(m.mor, m.loops)
-    if DEPTHS[m.depth].narrows and len(listed) != m.loops:
+    if len(listed) != m.loops:
         raise InputError(
             f"model.mor.capacity={m.mor.capacity}: has {len(listed)} shares, and needs one for "
             f"each of model.loops={m.loops}"
+        )
+    if m.mor.kv == "first" and listed[0] < 1:
+        raise InputError(
+            f"model.mor.kv=first: needs a first loop of all tokens; begin model.mor.capacity="
+            f"{m.mor.capacity} with 1"
         )
 
 
@@ -133,6 +163,11 @@ def tokens_in_loop(m: "ModelConfig", loop: int, length: int) -> int:
     listed = capacities(m.mor, m.loops)
     share = listed[min(loop, len(listed) - 1)]
     return max(1, int(share * length + 1e-6))  # 2/3 of 3 is 2, whatever 2/3 is rounded to
+
+
+def key_loops(m: "ModelConfig", loops: int) -> int:
+    """Return how many of some loops have keys and values of their own: all, or the first."""
+    return 1 if DEPTHS[m.depth].section == "mor" and m.mor.kv == "first" else loops
 
 
 def loop_shares(m: "ModelConfig", loops: range) -> list[float]:

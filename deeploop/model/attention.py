@@ -9,6 +9,9 @@ from torch import Tensor, nn
 from deeploop.model.kv.cache import KVCache, visible
 
 
+KeysValues = tuple[Tensor, Tensor]  # each [B, heads, T, head_dim], with RoPE
+
+
 class AttentionContext(NamedTuple):
     """Inputs of a visit's attention beside its normalised input."""
 
@@ -18,6 +21,9 @@ class AttentionContext(NamedTuple):
     block: int = 0  # physical block: with the loop, it tells which keys and values to read
     cache: KVCache | None = None
     valid: Tensor | None = None  # bool [B, T], tokens whose keys others see; None: all
+    kept: list[KeysValues] | None = None  # the keys and values are appended to it
+    first: KeysValues | None = None  # of the first loop, to read in the place of its own
+    mask: Tensor | None = None  # bool [B, 1, T, ...] over them; None: causal, up to their end
 
 
 def rope_tables(seq_len: int, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
@@ -76,6 +82,8 @@ class Attention(nn.Module):
     def forward(self, n: Tensor, context: AttentionContext) -> Tensor:
         """Map n [B, T, d_model] -> [B, T, d_model]."""
         B, T, d = n.shape
+        if context.first is not None:
+            return self._read(n, context, *context.first)
         qkv = self.qkv(n).view(B, T, 3 * self.n_heads, self.head_dim)
         qk, v = qkv.split((2 * self.n_heads, self.n_heads), dim=2)
         if self.qk_norm:
@@ -87,5 +95,19 @@ class Attention(nn.Module):
             k, v, mask = context.cache.update(context.loop, context.block, k, v, context.valid)
         elif context.valid is not None:
             mask = visible(context.valid, T)
+        if context.kept is not None:
+            context.kept.append((k, v))
         f = attend(q, k, v, mask)
         return self.out(f.transpose(1, 2).reshape(B, T, d))
+
+    def _read(self, n: Tensor, context: AttentionContext, k: Tensor, v: Tensor) -> Tensor:
+        """Attend to other keys and values [B, heads, n, head_dim], with queries of n alone."""
+        B, T, d = n.shape
+        q = F.linear(n, self.qkv.weight[:d]).view(B, T, self.n_heads, self.head_dim)
+        if self.qk_norm:
+            q = F.rms_norm(q, (self.head_dim,), eps=self.eps).to(v.dtype)
+        q = rotate(q, context.cos, context.sin).transpose(1, 2)
+        past, mask = k.shape[2] - T, context.mask
+        if mask is None and past and T > 1:
+            mask = torch.ones(T, past + T, dtype=torch.bool, device=q.device).tril(past)
+        return self.out(attend(q, k, v, mask).transpose(1, 2).reshape(B, T, d))

@@ -4,9 +4,12 @@ import dataclasses
 
 import torch
 
+from deeploop.config import Config, TrainConfig
+from deeploop.config.backprop import segments
 from deeploop.model.looplm import LoopLM
+from deeploop.train.backprop import MicroBatch, run_segment
 from tests.helpers.plain_model import plain_loop, plain_readout, plain_start, scattered
-from tests.model.test_borders import config_of
+from tests.model.test_borders import config_of, tokens
 
 
 def mor_config(depth, moe=None, model=None, **mor):
@@ -21,20 +24,21 @@ def mor_model(depth, **fields):
 
 
 def plain_mor(model, ids, take_part, loops=None):
-    """Final states [B, T, d_model], with which tokens took part in each loop.
+    """Final states [B, T, d_model].
 
-    take_part: called with a sequence's streams [T, d_model], the loop and the positions that took
-    part in the loop before; returns the positions that do in this one and their weights.
+    take_part: called with a sequence's index and streams [T, d_model], the loop and the positions
+    that took part in the loop before; returns those that do in this one, and their weights.
     """
     c, (e, s) = model.config, plain_start(model, ids)
     B, T = ids.shape
-    before, history = [list(range(T)) for _ in range(B)], []
+    before = [list(range(T)) for _ in range(B)]
+    first = {} if c.mor.kv == "first" else None
     for loop in range(c.loops if loops is None else loops):
-        chosen = [take_part(s.h[b], loop, before[b]) for b in range(B)]
+        chosen = [take_part(b, s.h[b], loop, before[b]) for b in range(B)]
         before = [list(weights) for weights in chosen]
         seen = torch.tensor([[t in row for t in range(T)] for row in before])
-        after, h = plain_loop(model, s, e, loop, seen), s.h.unbind(0)
-        streams = [list(row) for row in h]
+        after = plain_loop(model, s, e, loop, seen if first is None else None, first)
+        streams = [list(row) for row in s.h]
         for b in range(B):
             for t, w in chosen[b].items():
                 f = after.h[b, t]
@@ -49,5 +53,42 @@ def plain_mor(model, ids, take_part, loops=None):
             ]
             after = after._replace(memory=type(after.memory)(*memory))
         s = after._replace(h=torch.stack([torch.stack(row) for row in streams]))
-        history.append(seen)
-    return plain_readout(model, s), torch.stack(history)
+    return plain_readout(model, s)
+
+
+def plain_like(model):
+    """The model without routing, with the same weights."""
+    fixed = scattered(LoopLM(dataclasses.replace(model.config, depth="fixed")))
+    fixed.load_state_dict(model.state_dict(), strict=False)
+    return fixed.train(model.training)
+
+
+def with_scale(model, scale):
+    """Another factor of the routers' weights."""
+    m = model.depth.config
+    model.depth.config = dataclasses.replace(m, mor=dataclasses.replace(m.mor, scale=scale))
+    return model
+
+
+def changed_at(model, position):
+    """Which positions of the output a change of one token reaches."""
+    x, y = tokens(), tokens()
+    y[:, position] = (y[:, position] + 7) % 31
+    return ((model(x) - model(y)).abs() > 1e-9).any(-1).any(0)
+
+
+def run_of(model, **train):
+    train = TrainConfig(**{"batch_size": 4, "precision": "fp32"} | train)
+    return Config(model=model.config, train=train)
+
+
+def gradients(model, config, batch=4, micro=4):
+    model.zero_grad()
+    ids = tokens(batch)
+    for first in range(0, batch, micro):
+        x = ids[first : first + micro]
+        state = None
+        for segment in segments(config.train, config.model.loops):
+            result = run_segment(model, config, segment, MicroBatch(x, x.roll(-1, 1)), state)
+            state = result.state
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}

@@ -6,13 +6,14 @@ from deeploop.config import Config
 from deeploop.config.presets.gpt2 import gpt2_presets
 from deeploop.config.presets.huginn import huginn_presets
 from deeploop.config.presets.loom import LOOM_ABLATIONS, loom_presets
+from deeploop.config.presets.mor import mor_presets
 from deeploop.config.presets.ouro import ouro_presets
 from deeploop.config.presets.universal import universal_presets
 from deeploop.utils.errors import InputError
 
 SUMMARY = (
     "deeploop-tiny, gpt2-{small,medium}-r{1,3,5,7}-{baseline,deeploop}, "
-    "huginn-{tiny,3.5b}, ouro-{tiny,1.4b}, ut-tiny, "
+    "huginn-{tiny,3.5b}, mor-{tiny,360m}, ouro-{tiny,1.4b}, ut-tiny, "
     "loom-{tiny,100m,329m,1.7b,700m-isoflop-h1..6}, each loom also with "
     "-released or an ablation: " + ", ".join(f"-{name}" for name in LOOM_ABLATIONS)
 )
@@ -21,6 +22,7 @@ PAPERS = {  # by a name's beginning
     "gpt2-": "DeepLoop, 2607.13491",
     "huginn-": "Huginn, 2502.05171",
     "loom-": "LOOM, 2610.01153",
+    "mor-": "Mixture-of-Recursions, 2507.10524",
     "ouro-": "Ouro, 2510.25741",
     "ut-": "Universal Transformer, 1807.03819",
 }
@@ -29,7 +31,7 @@ PAPERS = {  # by a name's beginning
 def presets() -> dict[str, Config]:
     """Return every named configuration by its name."""
     by_paper = (
-        gpt2_presets, huginn_presets, loom_presets, ouro_presets, universal_presets,
+        gpt2_presets, huginn_presets, loom_presets, mor_presets, ouro_presets, universal_presets,
     )  # fmt: skip
     named = [Config(preset="deeploop-tiny"), *(config for paper in by_paper for config in paper())]
     return {config.preset: config for config in named}

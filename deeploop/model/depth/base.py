@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ class Depth(nn.Module):
     """
 
     changes_stream = False  # True if it changes the stream after a loop: no norm is taken there
+    shares_keys = False  # True if later loops read the first loop's keys and values
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -118,6 +119,6 @@ def start_later(
     return after if first_loops is None else choose((first_loops <= loop)[:, None], after, before)
 
 
-def detached(depth: object) -> object:
-    """Return the tensors of `LoopState.depth` without gradient."""
-    return tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, depth)
+def detached(tensors: Any) -> Any:
+    """Return the tensors of `LoopState.depth` or another nesting without gradient."""
+    return tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, tensors)

@@ -6,10 +6,9 @@ With router r_t [1, d_model] of loop t, logit g = r_t . h and w = alpha sigmoid(
                 those that took part in the loop before, are gathered, run and scattered once
     elsewhere   a token that took part in the loop before does so again if its logit is above 0
 
-Their streams become those of `deeploop.model.depth.mor`; the other tokens keep theirs for good.
-Keys and values of a loop are those of the tokens that take part in it. In loops of capacity 1, and
-where the capacity does not fall, nothing is chosen. Loops past the last take its router and
-capacity.
+`deeploop.model.depth.mor` says what the weight does, and whose keys and values a loop reads. A token
+that is not chosen keeps its stream for good. In loops of capacity 1, and where the capacity does
+not fall, nothing is chosen. Loops past the last take its router and capacity.
 
 The choice of training sees later tokens: a model must not be judged by it. The binary cross-entropy
 between logit and choice, a mean over the tokens to choose from and a sum over loops, teaches the
@@ -33,8 +32,8 @@ from torch import Tensor, nn
 
 from deeploop.config import ModelConfig
 from deeploop.config.depth import capacities, tokens_in_loop
-from deeploop.model.depth.base import Depth, RunLoop, choose
-from deeploop.model.depth.mor import gather, route, scatter, weighted
+from deeploop.model.depth.base import RunLoop
+from deeploop.model.depth.mor import TokenRouting, route
 from deeploop.utils.errors import InputError
 
 if TYPE_CHECKING:
@@ -50,10 +49,8 @@ class Routing(NamedTuple):
     told: tuple[Tensor, ...] = ()  # share of the tokens to choose from of which it is told
 
 
-class ExpertChoice(Depth):
+class ExpertChoice(TokenRouting):
     """Run the highest scored tokens of each loop."""
-
-    changes_stream = True
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
@@ -80,54 +77,49 @@ class ExpertChoice(Depth):
             )
 
     def loop(self, s: LoopState, loop: int, run_loop: RunLoop, inputs: LoopInputs) -> LoopState:
-        before = s.depth or Routing(torch.zeros_like(s.h[..., 0], dtype=torch.int64))
-        s = s._replace(depth=before)
+        routing = s.depth or Routing(torch.zeros_like(s.h[..., 0], dtype=torch.int64))
+        s = s._replace(depth=routing)
         logit = self.logit(self.routers, s.h, loop)
         w = self.config.mor.scale * logit.sigmoid()
         if self.capacity(loop) == 1:
-            after, took = run_loop(s, loop, inputs), torch.ones_like(logit, dtype=torch.bool)
-            after = after._replace(h=weighted(self.config.mor, s.h, after.h, w), n=None)
-            return after._replace(depth=took_part(before, took))
-        run = self.run_highest if self.training else self.run_likely
-        return run(s, loop, run_loop, inputs, logit, w)
-
-    def run_highest(
-        self, s: LoopState, loop: int, run_loop: RunLoop, inputs: LoopInputs, logit: Tensor,
-        w: Tensor,
-    ) -> LoopState:  # fmt: skip
-        """Run the tokens of highest logit [B, T] among those that took part in the loop before."""
-        before, length = s.depth, logit.shape[1]
-        open_to = before.loops == loop
-        scores = logit.detach().masked_fill(~open_to, -torch.inf)
-        k = tokens_in_loop(self.config, loop, length)
-        index = scores.topk(k, sorted=False).indices.sort().values
-        took = torch.zeros_like(open_to).scatter_(1, index, True)
-        routing = took_part(before, took)
-        if self.chooses(loop):
-            telling = self.telling(s.h, loop, logit)
-            fit = F.binary_cross_entropy_with_logits(telling, took.to(logit), reduction="none")
-            told = (telling.detach() > 0) == took
-            count = open_to.sum()
-            routing = routing._replace(
-                fits=(*before.fits, torch.where(open_to, fit, 0).sum() / count),
-                told=(*before.told, (told & open_to).sum() / count),
+            took = torch.ones_like(logit, dtype=torch.bool)
+            after = self.run_all(s, loop, run_loop, inputs, w)
+        elif self.training:
+            places, took = self.highest(logit, routing, loop)
+            routing = self.judged(routing, self.telling(s.h, loop, logit), took, loop)
+            after = self.run_some(s, loop, run_loop, inputs, w, places)
+        else:
+            took = routing.loops == loop
+            if self.chooses(loop):
+                took = took & (self.telling(s.h, loop, logit) > 0)
+            after = self.run_masked(s, loop, run_loop, inputs, w, took)
+        return after._replace(
+            depth=routing._replace(
+                loops=routing.loops + took, shares=(*routing.shares, took.float().mean())
             )
-        some = gather(s, index)
-        after = run_loop(some, loop, inputs.take(index))
-        h = weighted(self.config.mor, some.h, after.h, w.gather(1, index))
-        return scatter(s, index, after, h)._replace(depth=routing)
+        )
 
-    def run_likely(
-        self, s: LoopState, loop: int, run_loop: RunLoop, inputs: LoopInputs, logit: Tensor,
-        w: Tensor,
-    ) -> LoopState:  # fmt: skip
-        """Run the tokens that would likely be chosen in training, told by each token alone."""
-        took = s.depth.loops == loop
-        if self.chooses(loop):
-            took = took & (self.telling(s.h, loop, logit) > 0)
-        after = run_loop(s, loop, inputs._replace(valid=took))
-        after = after._replace(h=weighted(self.config.mor, s.h, after.h, w))
-        return choose(took, after, s)._replace(depth=took_part(s.depth, took))
+    def highest(self, logit: Tensor, routing: Routing, loop: int) -> tuple[Tensor, Tensor]:
+        """Return the places [B, k] of the highest logits [B, T], rising, and bool [B, T] of them.
+
+        Only tokens that took part in the loop before are chosen.
+        """
+        scores = logit.detach().masked_fill(routing.loops != loop, -torch.inf)
+        k = tokens_in_loop(self.config, loop, logit.shape[1])
+        places = scores.topk(k, sorted=False).indices.sort().values
+        return places, torch.zeros_like(scores, dtype=torch.bool).scatter_(1, places, True)
+
+    def judged(self, routing: Routing, telling: Tensor, took: Tensor, loop: int) -> Routing:
+        """Add how well logits `telling` [B, T] tell the choice took [B, T], where there is one."""
+        if not self.chooses(loop):
+            return routing
+        may = routing.loops == loop
+        fit = F.binary_cross_entropy_with_logits(telling, took.to(telling), reduction="none")
+        told, count = (telling.detach() > 0) == took, may.sum()
+        return routing._replace(
+            fits=(*routing.fits, torch.where(may, fit, 0).sum() / count),
+            told=(*routing.told, (told & may).sum() / count),
+        )
 
     def capacity(self, loop: int) -> float:
         """Return the share of the tokens that a loop of training takes."""
@@ -156,9 +148,3 @@ class ExpertChoice(Depth):
         if s.depth.told:
             figures["choice_told"] = torch.stack(s.depth.told).mean()
         return figures
-
-
-def took_part(before: Routing, took: Tensor) -> Routing:
-    """Count a loop for the tokens of bool took [B, T]."""
-    share = took.to(torch.float32).mean()
-    return before._replace(loops=before.loops + took, shares=(*before.shares, share))

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from deeploop.config import ModelConfig
+from deeploop.config.depth import key_loops
 from deeploop.utils.errors import InputError
 
 
@@ -28,7 +29,7 @@ class KVCache:
         self, config: ModelConfig, batch: int, max_len: int, loops: int | None, *, like: Tensor
     ):
         loops = config.loops if loops is None else loops
-        self.prelude, self.n_layers, self.coda = config.prelude, config.n_layers, config.coda
+        self.config = config
         head_dim = config.d_model // config.n_heads
         shape = (2, self._slots(loops), batch, config.n_heads, max_len, head_dim)
         self.kv = torch.empty(shape, dtype=like.dtype, device=like.device)
@@ -45,15 +46,14 @@ class KVCache:
         return self.kv.shape[4]
 
     def _slots(self, loops: int) -> int:
-        return self.prelude + self.n_layers * loops + self.coda
+        c = self.config
+        return c.prelude + c.n_layers * key_loops(c, loops) + c.coda
 
     def slot(self, loop: int | None, block: int) -> int:
         """Return the slot of a visit: of its loop (None: outside of the loops) and its block."""
-        if loop is not None:
-            return block + loop * self.n_layers
-        if block < self.prelude:
-            return block
-        return block + ((self.loops or 1) - 1) * self.n_layers
+        if loop is None and block >= self.config.prelude:
+            loop = key_loops(self.config, self.loops or 1) - 1
+        return block + (loop or 0) * self.config.n_layers
 
     def check(self, batch: int, loops: int) -> None:
         """Refuse another batch, more loops than there are slots, or a change of loops midway."""

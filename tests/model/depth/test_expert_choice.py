@@ -1,21 +1,25 @@
 """Expert choice equals a definition written token by token; outside of training it is causal."""
 
-import dataclasses
-
 import pytest
 import torch
 import torch.nn.functional as F
 
-from deeploop.config import Config, TrainConfig
-from deeploop.config.backprop import segments
 from deeploop.model.looplm import LoopLM
 from deeploop.runs import checkpoint
-from deeploop.train.backprop import MicroBatch, run_segment
 from deeploop.train.setup import open_run
 from deeploop.utils.errors import InputError
 from tests.helpers.data import refused
-from tests.helpers.plain_model import check_gradients, plain_forward, scattered
-from tests.helpers.plain_mor import mor_config, mor_model, plain_mor
+from tests.helpers.plain_model import check_gradients, plain_forward
+from tests.helpers.plain_mor import (
+    changed_at,
+    gradients,
+    mor_config,
+    mor_model,
+    plain_like,
+    plain_mor,
+    run_of,
+    with_scale,
+)
 from tests.model.test_borders import config_of, tokens
 
 CAPACITY = "1,.75,.4"  # of 8 tokens 8, 6 and 3
@@ -30,6 +34,8 @@ MODELS = {
     "loom, experts": {"model": {"residual": "loom"}, "moe": EXPERTS},
     "released": {"output": "released", "scale": 0.1},
     "first loop, too": {"capacity": ".75,.5,.5"},
+    "first keys": {"kv": "first", "model": {"qk_norm": True, "prelude": 1, "coda": 1}},
+    "loom, first keys": {"kv": "first", "model": {"residual": "loom"}},
 }
 
 
@@ -42,7 +48,7 @@ def take_part(model):
     depth, mor = model.depth, model.config.mor
     shares = [float(x) for x in mor.capacity.split(",")]
 
-    def rule(h, loop, before):
+    def rule(b, h, loop, before):
         router = depth.routers[min(loop, len(shares) - 1)][0]
         share, last = shares[min(loop, 2)], 1.0 if loop == 0 else shares[min(loop - 1, 2)]
         logit = {t: h[t] @ router for t in before}
@@ -57,7 +63,7 @@ def take_part(model):
 
 
 def plain(model, ids, loops=None):
-    return plain_mor(model, ids, take_part(model), loops)[0]
+    return plain_mor(model, ids, take_part(model), loops)
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
@@ -92,27 +98,15 @@ def test_capacity_one_and_weight_one_are_the_plain_loop(case, training):
     model = model_of(**fields | {"capacity": "1,1,1"}).train(training)
     for router in model.depth.routers:
         router.data.zero_()
-    model.config = dataclasses.replace(
-        model.config, mor=dataclasses.replace(model.config.mor, scale=2.0)
-    )
-    model.depth.config = model.config  # a weight of 2 sigmoid(0) = 1
-    fixed = LoopLM(dataclasses.replace(model.config, depth="fixed")).train(training)
-    fixed = scattered(fixed)
-    fixed.load_state_dict(model.state_dict(), strict=False)
+    with_scale(model, 2.0)  # a weight of 2 sigmoid(0) = 1
+    fixed = plain_like(model)
     torch.testing.assert_close(model(tokens()), fixed(tokens()), rtol=1e-12, atol=1e-12)
     wanted = plain_forward(fixed, tokens())
     torch.testing.assert_close(model(tokens()), wanted, rtol=1e-8, atol=1e-10)
 
 
-def changed_at(model, position):
-    """Which positions of the output a change of one token reaches."""
-    x, y = tokens(), tokens()
-    y[:, position] = (y[:, position] + 7) % 31
-    return ((model(x) - model(y)).abs() > 1e-9).any(-1).any(0)
-
-
 @pytest.mark.parametrize("causal", ["loss", "router"])
-@pytest.mark.parametrize("case", ["pre_norm", "Huginn", "loom, experts"])
+@pytest.mark.parametrize("case", ["pre_norm", "Huginn", "loom, experts", "first keys"])
 def test_outside_of_training_no_token_sees_later_ones(case, causal):
     model = model_of(**MODELS[case], causal=causal).eval()
     for position in range(8):
@@ -125,8 +119,10 @@ def test_the_choice_of_training_sees_later_tokens():
     assert any(changed_at(model, position)[:position].any() for position in range(1, 8))
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("case", ["pre_norm", "Huginn", "loom, experts", "first loop, too"])
+@pytest.mark.parametrize("batch", [2, 3])
+@pytest.mark.parametrize(
+    "case", ["pre_norm", "Huginn", "loom, experts", "first loop, too", "first keys"]
+)
 def test_cache_on_equals_cache_off(case, batch):
     model, ids = model_of(**MODELS[case]).eval(), tokens(batch)
     ends = []
@@ -178,24 +174,7 @@ def test_without_weight_or_choice_there_is_no_penalty():
 # Training.
 
 
-def run_of(model, **train):
-    train = TrainConfig(**{"batch_size": 4, "precision": "fp32"} | train)
-    return Config(model=model.config, train=train)
-
-
-def gradients(model, config, batch=4, micro=4):
-    model.zero_grad()
-    ids = tokens(batch)
-    for first in range(0, batch, micro):
-        x = ids[first : first + micro]
-        state = None
-        for segment in segments(config.train, config.model.loops):
-            result = run_segment(model, config, segment, MicroBatch(x, x.roll(-1, 1)), state)
-            state = result.state
-    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-
-
-@pytest.mark.parametrize("case", ["Huginn", "loom, experts"])
+@pytest.mark.parametrize("case", ["Huginn", "loom, experts", "loom, first keys"])
 def test_recomputed_gradients_are_the_same_to_the_bit(case):
     model = model_of(**MODELS[case])
     wanted = gradients(model, run_of(model))
@@ -233,6 +212,17 @@ def test_a_resumed_run_is_the_unbroken_one(config, quiet, no_pictures):
     resumed.fit()
     for a, b in zip(unbroken.model.parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_the_first_loops_keys_are_all_that_is_cached():
+    model = model_of(**MODELS["first keys"])
+    assert model.new_cache(1, 8).slots == 2 + 1 + 1 and model_of().new_cache(1, 8).slots == 6
+
+
+def test_segments_after_the_first_read_its_keys_without_gradient():
+    model = model_of(**MODELS["loom, first keys"])
+    gradients(model, run_of(model, backprop="segments", backprop_loops=1))
+    assert model.detach(model.run(tokens(), range(2))).kv[1][0].grad_fn is None
 
 
 # Configuration.
