@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import tyro
 
 from deeploop.config.data import DataConfig
-from deeploop.config.depth import DEPTHS, ActConfig, SolverConfig
+from deeploop.config.depth import DEPTHS, ActConfig, MorConfig, SolverConfig
 from deeploop.config.fields import MAY_CHANGE, build, check_fields, replace
 from deeploop.config.model import LoomConfig, ModelConfig, MoEConfig
 from deeploop.config.renames import renamed_fields
@@ -28,6 +28,7 @@ __all__ = [
     "LoomConfig",
     "MoEConfig",
     "ModelConfig",
+    "MorConfig",
     "SolverConfig",
     "TrainConfig",
 ]

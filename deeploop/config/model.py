@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple
 
 from deeploop.config import scaling
-from deeploop.config.depth import DEPTHS, ActConfig, SolverConfig
+from deeploop.config.depth import DEPTHS, ActConfig, MorConfig, SolverConfig, check_capacities
 from deeploop.config.fields import (
     FRACTION,
     MAY_CHANGE,
@@ -197,11 +197,13 @@ class ModelConfig:
     loom: LoomConfig = field(default_factory=LoomConfig)
     act: ActConfig = field(default_factory=ActConfig)
     solver: SolverConfig = field(default_factory=SolverConfig)
+    mor: MorConfig = field(default_factory=MorConfig)
 
     def __post_init__(self) -> None:
         check_fields(self, "model.")
         check_choice("model.residual", self.residual, RESIDUALS)
         check_choice("model.depth", self.depth, DEPTHS)
+        check_capacities(self)
         if self.d_model % self.n_heads or (self.d_model // self.n_heads) % 2:
             raise InputError(
                 f"model.n_heads={self.n_heads}: must divide model.d_model={self.d_model} "

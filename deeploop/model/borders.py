@@ -19,11 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deeploop.config import ModelConfig
+from deeploop.config.depth import DEPTHS
 from deeploop.model.injection import injection
 from deeploop.model.loop_signal import LoopModulation, Modulation, sinusoid
 from deeploop.model.noise import truncated_normal
 from deeploop.model.residual import Residual
-from deeploop.model.state import LoopState, Visit
+from deeploop.model.state import LoopInputs, LoopState, Visit
 from deeploop.model.sublayer import Sublayer
 from deeploop.utils.device import autocast_dtype
 from deeploop.utils.errors import InputError
@@ -103,21 +104,22 @@ class LoopBorders(nn.Module):
         """Turn the loops' input e [B, T, d_model] into the summand that loops mix in."""
         return e if self.injection is None else self.injection.prepare(e)
 
-    def start_loop(self, s: LoopState, e: Tensor, x: Tensor, first: Visit) -> LoopState:
+    def start_loop(self, s: LoopState, inputs: LoopInputs, first: Visit) -> LoopState:
         """Mix in the loops' number and input, and norm for the loop's first visit.
 
         Args:
             s: state at the end of the loop before, or the start state.
-            e: the loops' input [B, T, d_model].
-            x: `prepare(e)`.
+            inputs: the loops' input; of all tokens, also where the state has some.
             first: the loop's first visit.
         """
         if self.config.loop_signal == "add":
             assert first.loop is not None
             s = s._replace(h=s.h + sinusoid(first.loop, s.h.shape[-1], like=s.h), n=None)
         if self.injection is not None:
-            s = self.injection(s, x, first, norm=self.rule.norms_input)
-        return self.rule.start_loop(s, e, first)
+            s = self.injection(s, inputs.of(inputs.x), first, norm=self.rule.norms_input)
+        return self.rule.start_loop(
+            s, inputs.of(inputs.e) if self.rule.uses_input else inputs.e, first
+        )
 
     def end_loop(self, s: LoopState, gain: Tensor | None) -> LoopState:
         """Norm the stream itself at the end of a loop, for loop_norm=each; gain [d_model]."""
@@ -173,12 +175,13 @@ def counts_loops(config: ModelConfig, rule: Residual) -> bool:
     injects = c.inject == "convex" or (c.inject == "add" and c.start == "embedding")
     routers = bool(c.moe.experts) and c.moe.router_per_loop
     own = routers or bool(c.lora_rank)  # matrices of one loop alone
-    return injects or own or c.loop_signal != "none" or rule.counts_loops
+    counts = rule.counts_loops or DEPTHS[c.depth].counts_loops
+    return injects or own or c.loop_signal != "none" or counts
 
 
 def number_fields(c: ModelConfig) -> str:
     """Return the fields by which a loop may depend on its number, with their values."""
-    names = ["residual", "start", "inject", "loop_signal"]
+    names = ["residual", "start", "inject", "loop_signal", "depth"]
     names += ["moe.router_per_loop"] if c.moe.experts else []
     names += ["lora_rank"] if c.lora_rank else []
     return ", ".join(f"model.{name}={attrgetter(name)(c)}" for name in names)
