@@ -16,7 +16,7 @@ from deeploop.analyze.diagnose.diagnose import output_folder
 from deeploop.config import Config
 from deeploop.config.fields import MAX_INT
 from deeploop.config.loop_count import listed_loops
-from deeploop.data.corpus import Corpus
+from deeploop.data.source import Source
 from deeploop.eval.by_loop import measure_by_loop
 from deeploop.eval.generate import load_model
 from deeploop.eval.path_independence import measure_starts
@@ -42,6 +42,7 @@ def evaluate(
     tokens: int | None = None,
     batch_size: int = 0,
     data: str = "",
+    difficulty: str = "",
     starts: int = 0,
     device: str = "auto",
     out: str = "",
@@ -55,6 +56,7 @@ def evaluate(
         tokens: held-out tokens to predict, 0: all; None: the run's train.eval_tokens.
         batch_size: sequences at once; 0: the run's micro-batch.
         data: a text or shards whose held-out part is read; empty: the run's corpus.
+        difficulty: of a task's examples; empty: the run's data.eval_difficulty.
         starts: compare the states from so many starts; 0: none.
         device: auto, cpu, cuda or cuda:N.
         out: path of the files without their endings; empty: eval-STEP in the run's folder.
@@ -75,7 +77,7 @@ def evaluate(
     batch_size = batch_size or t.micro_batch or t.batch_size
     tokens = t.eval_tokens if tokens is None else tokens
     check_evaluation(m, torch_device, batch_size, max(listed))
-    config, corpus = open_corpus(ckpt, data, torch_device)
+    config, corpus = open_corpus(ckpt, data, difficulty, torch_device)
     path = output_path(ckpt, out)
     with output_folder(path.parent, unique=False):
         model = load_model(ckpt, torch_device)
@@ -103,8 +105,8 @@ def default_loops(trained: int) -> list[int]:
 
 
 def open_corpus(
-    ckpt: checkpoint.Checkpoint, data: str, device: torch.device
-) -> tuple[Config, Corpus]:
+    ckpt: checkpoint.Checkpoint, data: str, difficulty: str, device: torch.device
+) -> tuple[Config, Source]:
     """Load the run's corpus, or other data with its tokenizer; returns the configuration, too."""
     config = ckpt.config.replace("train", device=str(device), compile=False)
     if data:
@@ -112,10 +114,12 @@ def open_corpus(
         file = ckpt.described_in / spec
         spec = str(file.resolve()) if file.is_file() else spec
         config = config.replace("data", path=data, tokenizer=spec)
+    if difficulty:
+        config = config.replace("data", eval_difficulty=difficulty)
     corpus = read_corpus(config)
-    if not data:
+    if not data and not difficulty:
         check_same_corpus(corpus, ckpt)
-    if len(corpus.val) < 2:
+    if corpus.held_out_targets < 1:
         raise InputError(
             f"data.path={config.data.path!r}: has no held-out text; give --data with some"
         )
@@ -131,7 +135,7 @@ def output_path(ckpt: checkpoint.Checkpoint, out: str) -> Path:
 
 
 def describe(
-    ckpt: checkpoint.Checkpoint, corpus: Corpus, tokens: int, loops: int, device: torch.device
+    ckpt: checkpoint.Checkpoint, corpus: Source, tokens: int, loops: int, device: torch.device
 ) -> list[str]:
     """Return lines with the model, the data and the work."""
     c, m = ckpt.config, ckpt.config.model
@@ -145,7 +149,7 @@ def describe(
 
 
 def about(
-    ckpt: checkpoint.Checkpoint, corpus: Corpus, tokens: int, device: torch.device
+    ckpt: checkpoint.Checkpoint, corpus: Source, tokens: int, device: torch.device
 ) -> dict[str, Any]:
     """Return what a file says of the run that was measured."""
     c = ckpt.config
@@ -169,6 +173,8 @@ def table(figures: dict[str, Any]) -> Table:
     columns = {
         "loss": (figures["loss"], ".4f"),
         "bits/byte": (figures["bits_per_byte"], ".4f"),
+        "right": (figures["right"], ".2%"),
+        "exact": (figures.get("exact"), ".2%"),
         "change": (figures["change"], ".4f"),
         "KL": (figures["kl"], ".2e"),
         "entropy": (figures["entropy"], ".3f"),

@@ -35,6 +35,9 @@ class EvalArguments:
     data: Annotated[
         str, tyro.conf.arg(help="text or shards, whose held-out part is read; empty: the run's")
     ] = ""
+    difficulty: Annotated[
+        str, tyro.conf.arg(help="of a task's examples, such as 8 or 4-6; empty: the run's")
+    ] = ""
     starts: Annotated[
         int,
         tyro.conf.arg(

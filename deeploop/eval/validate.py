@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from deeploop.data.batches import val_batches
-from deeploop.data.corpus import Corpus
+from deeploop.data.batches import IGNORE
+from deeploop.data.source import Source
 from deeploop.model.looplm import LoopLM
 from deeploop.model.loss import linear_cross_entropy
 from deeploop.model.state import Draws, LoopState
@@ -18,36 +18,38 @@ from deeploop.utils.errors import InputError
 Stop = Callable[[int], bool]
 
 
-def held_out_targets(corpus: Corpus, tokens: int) -> int:
-    """Return how many held-out tokens a validation of `tokens` tokens predicts; 0 means all."""
-    every = len(corpus.val) - 1
+def held_out_targets(corpus: Source, tokens: int) -> int:
+    """Return how many held-out targets a validation of `tokens` of them predicts; 0 means all."""
+    every = corpus.held_out_targets
     return min(tokens, every) if tokens else every
 
 
 def validate(
     model: LoopLM,
-    corpus: Corpus,
+    corpus: Source,
     batch: int,
     precision: str,
     tokens: int = 0,
     ranks: Ranks = Ranks(),  # noqa: B008
     stop: Stop = lambda done: False,
+    observe: Callable[[Tensor, Tensor], None] | None = None,
 ) -> float | None:
     """Return the mean cross-entropy in nats per held-out token.
 
     Args:
         batch: sequences per forward pass.
         precision: "bf16" or "fp32".
-        tokens: predict the first so many targets of `corpus.val`; 0 predicts all.
+        tokens: predict the first so many held-out targets; 0 predicts all.
         ranks: the batches are dealt out to these in turn, and every rank returns the mean.
         stop: called on every rank after each batch of its own with the number of targets read by
             all ranks; the validation ends where it returns True on any rank.
+        observe: called with the final states and the targets of each batch of this rank.
 
     Returns:
         The mean; None where `stop` ended the validation. It depends neither on `batch` nor on
         the number of ranks, but for the rounding of sums.
 
-    Every token but the first is a target once, in windows of `seq_len` without overlap.
+    Every token of a text but the first is a target once, in windows of `seq_len` without overlap.
     No expert drops a token: a capacity would make a token's loss depend on later tokens,
     on the other sequences of its batch and on padding. (LOOM's released code keeps its
     capacity in validation.)
@@ -55,7 +57,10 @@ def validate(
     total = torch.zeros((), dtype=torch.float64, device=model.head.device)
 
     def add(inputs: Tensor, targets: Tensor) -> None:
-        total.add_(linear_cross_entropy(model(inputs), model.head, targets))
+        n = model(inputs)
+        total.add_(linear_cross_entropy(n, model.head, targets))
+        if observe is not None:
+            observe(n, targets)
 
     if not read_held_out(model, corpus, batch, precision, add, tokens, ranks, stop):
         return None
@@ -65,13 +70,14 @@ def validate(
 
 def validate_after(
     model: LoopLM,
-    corpus: Corpus,
+    corpus: Source,
     loops: Iterable[int],
     batch: int,
     precision: str,
     tokens: int = 0,
     ranks: Ranks = Ranks(),  # noqa: B008
     stop: Stop = lambda done: False,
+    observe: Callable[[int, Tensor, Tensor], None] | None = None,
 ) -> dict[int, float] | None:
     """Return the mean cross-entropy after each of several numbers of loops, from one pass.
 
@@ -79,6 +85,7 @@ def validate_after(
 
     Args:
         loops: numbers of loops, each at least 1.
+        observe: called with t, the final states and the targets of each batch of this rank.
 
     The others, None and the errors are those of `validate` and `run_loops`.
     """
@@ -90,6 +97,8 @@ def validate_after(
             if t in totals:
                 n = model.coda_output(model.after_loops(s), inputs)
                 totals[t] += linear_cross_entropy(n, model.head, targets)
+                if observe is not None:
+                    observe(t, n, targets)
 
         run_loops(model, inputs, max(totals), read)
 
@@ -141,7 +150,7 @@ def run_loops(
 @torch.no_grad()
 def read_held_out(
     model: LoopLM,
-    corpus: Corpus,
+    corpus: Source,
     batch: int,
     precision: str,
     add: Callable[[Tensor, Tensor], None],
@@ -161,22 +170,22 @@ def read_held_out(
     count = held_out_targets(corpus, tokens)
     training = model.training
     model.eval()
-    batches = val_batches(corpus.val, batch=batch, seq_len=seq_len, targets=count)
+    batches, done = corpus.held_out(batch, seq_len, count), 0
     try:
         for index, (inputs, targets) in enumerate(batches):
+            done += int((targets != IGNORE).sum())
             if index % ranks.world == ranks.rank:
                 with autocast(device, precision):
                     add(inputs.to(device), targets.to(device))
-            if index % ranks.world == ranks.world - 1:  # a message between ranks, once a round
-                done = min(count, (index + 1) * batch * seq_len)
-                if ranks.any_rank(stop(done)):
-                    return False
+            last = index % ranks.world == ranks.world - 1
+            if last and ranks.any_rank(stop(done)):  # a message between ranks, once a round
+                return False
     finally:
         model.train(training)
     return True
 
 
-def bits_per_byte(nats_per_token: float, corpus: Corpus, tokens: int = 0) -> float | None:
+def bits_per_byte(nats_per_token: float, corpus: Source, tokens: int = 0) -> float | None:
     """Convert nats per token to bits per UTF-8 byte of the text that was predicted.
 
     Args:

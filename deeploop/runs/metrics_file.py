@@ -15,6 +15,7 @@ LISTS = {
     "loop_losses": 1,
     "val_loops": 1,
     "val_loop_losses": 1,
+    "val_loop_accuracies": 1,
     "residual_rms": 1,
     "load_spread": 1,
     "router_overlap": 2,

@@ -39,8 +39,8 @@ def test_figures_are_those_of_validations(config, quiet, tmp_path):
     assert (tmp_path / "run" / "eval-step_000002.png").exists()
     said = quiet.file.getvalue()
     rows = [line.split() for line in said.partition("entropy")[2].splitlines()[1:5]]
-    assert [" ".join(row[:-7]) for row in rows] == ["1", "trained 2", "4", "8"]
-    assert float(rows[1][-7]) == pytest.approx(figures["loss"][1], abs=1e-4)
+    assert [" ".join(row[:-8]) for row in rows] == ["1", "trained 2", "4", "8"]
+    assert float(rows[1][-8]) == pytest.approx(figures["loss"][1], abs=1e-4)
     for words in ("KL under 0.0005", "gate, probability 0.9", "gate     expected: "):
         assert words in said
 
@@ -78,6 +78,18 @@ def test_other_text_is_read_with_the_runs_own_tokenizer(config, quiet, tmp_path,
     assert figures["bits_per_byte"][1] < figures["loss"][1] / math.log(2)
 
 
+def test_a_task_is_evaluated_at_other_difficulties(config, quiet):
+    config = config.replace("data", path="", task="addition", difficulty="1", eval_difficulty="1")
+    run = trained(config, quiet)
+    easy, hard = (
+        evaluate(run, quiet, loops="2", tokens=40, difficulty=d, device="cpu") for d in ("", "2")
+    )
+    assert easy["loss"] != hard["loss"] and easy["bits_per_byte"] is None
+    assert len(easy["exact"]) == 2
+    said = quiet.file.getvalue()
+    assert "exact" in said and "bits/byte" not in said.partition("measures 40")[2]
+
+
 def test_what_cannot_be_evaluated_is_refused_and_nothing_written(
     config, quiet, tmp_path, corpus_file, monkeypatch
 ):
@@ -90,6 +102,7 @@ def test_what_cannot_be_evaluated_is_refused_and_nothing_written(
         ("device='tpu'", {"device": "tpu"}),
         ("nowhere", {"data": "nowhere"}),
         ("starts=2", {"starts": 2}),
+        ("needs a data.task", {"difficulty": "3"}),
     ):
         refused(lambda given=given: evaluate(run, quiet, **{"device": "cpu"} | given), words)
     refused(lambda: evaluate(str(tmp_path), quiet), "has no checkpoint")
