@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from deeploop.data.batches import IGNORE, val_batches
-from deeploop.data.corpus import Corpus
+from deeploop.data.batches import IGNORE
+from deeploop.data.source import Source
 from deeploop.eval.validate import held_out_targets, run_loops
 from deeploop.model.looplm import LoopLM
 from deeploop.model.loss import linear_cross_entropy
@@ -41,7 +41,7 @@ class Start(NamedTuple):
 @torch.no_grad()
 def measure_starts(
     model: LoopLM,
-    corpus: Corpus,
+    corpus: Source,
     loops: Sequence[int],
     starts: int,
     batch: int,
@@ -67,7 +67,7 @@ def measure_starts(
     loops = [t for t in loops if t > 1]
     c, device = model.config, model.head.device
     count = held_out_targets(corpus, tokens)
-    inputs, targets = next(val_batches(corpus.val, batch=batch, seq_len=c.seq_len, targets=count))
+    inputs, targets = next(corpus.held_out(batch, c.seq_len, count))
     inputs, targets = inputs.to(device), targets.to(device)
     with autocast(device, precision):
         make = noise_starts if c.start == "noise" else exchanged_starts

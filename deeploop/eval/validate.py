@@ -85,7 +85,7 @@ def validate_after(
 
     Args:
         loops: numbers of loops, each at least 1.
-        observe: called with the loops, the final states and the targets of each batch.
+        observe: called with t, the final states and the targets of each batch of this rank.
 
     The others, None and the errors are those of `validate` and `run_loops`.
     """

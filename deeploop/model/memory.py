@@ -200,6 +200,29 @@ def check_generation(
     check_fits(weights + cache, device, f"{fields}: the model and its cache", remedy)
 
 
+def check_evaluation(m: ModelConfig, device: torch.device, batch: int, loops: int) -> None:
+    """Refuse an evaluation by loop that cannot fit in memory; raises InputError.
+
+    Beside the weights it has of each token the stream and the final state of two loops, the
+    values of one branch, five figures of each loop, and of some tokens three rows of logits.
+
+    Args:
+        m: the model.
+        device: device of the evaluation.
+        batch: sequences at once.
+        loops: loops to run.
+    """
+    weights, tokens = STREAM * parameters(m), batch * m.seq_len
+    states = 2 * (STREAM + 2) * m.d_model + 2 * max(block_values(m, False, True))
+    rows = min(tokens, max(1, CHUNK_BYTES[device.type] // (4 * max(1, m.vocab_size))))
+    of_tokens = tokens * (states + 5 * 4 * loops) + 3 * 4 * m.vocab_size * rows
+    fields, remedy = _model_fields(m), "take a device with more memory"
+    if of_tokens > weights:
+        fields = f"loops={loops}, batch_size={batch}, model.seq_len={m.seq_len}"
+        remedy = "give a smaller --batch-size or fewer --loops"
+    check_fits(weights + of_tokens, device, f"{fields}: an evaluation", remedy)
+
+
 def _model_fields(m: ModelConfig) -> str:
     """Return the fields that decide the size of the weights, with their values."""
     fields = f"model.d_model={m.d_model}, model.n_layers={m.n_layers}"

@@ -6,8 +6,10 @@ import math
 import pytest
 import torch
 
+from deeploop.config import DataConfig
 from deeploop.config.model import RESIDUALS
 from deeploop.data.corpus import load_corpus
+from deeploop.data.tasks.corpus import open_task
 from deeploop.eval.by_loop import (
     LoopSums,
     leave,
@@ -15,6 +17,7 @@ from deeploop.eval.by_loop import (
     next_token_figures,
     relative_change,
 )
+from deeploop.eval.tasks import Matches
 from deeploop.eval.validate import run_loops, validate, validate_after
 from deeploop.model.depth.base import Depth
 from deeploop.model.looplm import LoopLM
@@ -110,6 +113,7 @@ def plain_figures(model, corpus, loops, count):
         p, best = logs.exp(), logs.argmax(-1)
         rows.append({
             "loss": -logs[:, torch.arange(len(y)), y],
+            "right": (best == y).double(),
             "entropy": -(p * logs).sum(-1),
             "kl": (p[1:] * (logs[1:] - logs[:-1])).sum(-1),
             "switched": (best[1:] != best[:-1]).double(),
@@ -132,6 +136,21 @@ def test_figures_are_their_definitions(corpus, residual, coda):
             assert all(map(math.isnan, result[name][: 5 - len(means)]))
     assert result["bits_per_byte"] == pytest.approx([x / math.log(2) for x in result["loss"]])
     check_exits(result["exits"], wanted)
+
+
+@torch.no_grad()
+def test_an_example_of_a_task_is_exact_where_all_its_answers_are_right():
+    task = open_task(DataConfig(task="addition", difficulty="1", eval_difficulty="1"), 16)
+    torch.manual_seed(0)
+    config = dataclasses.replace(config_of(loops=2), vocab_size=task.vocab_size)
+    model = LoopLM(config).eval()
+    result = measure_by_loop(model, task, 3, 64, "fp32", 300)
+    matches = Matches(model)
+    validate(model, task, 50, "fp32", 300, observe=matches)
+    exact, token = matches.shares()
+    assert result["exact"][1] == pytest.approx(exact) and len(result["exact"]) == 3
+    assert result["right"][1] == pytest.approx(token) and token > 0
+    assert result["bits_per_byte"] is None
 
 
 def check_exits(exits, figures):
