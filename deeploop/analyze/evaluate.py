@@ -67,8 +67,7 @@ def evaluate(
     Raises:
         InputError: the input cannot be evaluated; raised before anything is computed.
     """
-    limits = {"tokens": tokens or 0, "batch_size": batch_size, "starts": starts}
-    for name, value in limits.items():
+    for name, value in (("tokens", tokens or 0), ("batch_size", batch_size), ("starts", starts)):
         if not 0 <= value <= MAX_INT:
             raise InputError(f"{name}={value}: must lie between 0 and {MAX_INT}")
     ckpt, torch_device = checkpoint.find(run), pick_device(device, "device")
@@ -89,13 +88,18 @@ def evaluate(
             compared = measure_starts(model, corpus, listed, starts, *given)
             figures["starts"] = {"starts": starts, **compared}
         figures |= measure_by_loop(model, corpus, max(listed), *given)
-        print_whole(console, table(figures))
-        print_whole(console, exits_table(figures))
-        for line in of_the_rule(figures):
-            say(console, line)
+        show(figures, console)
         write_results(path, figures)
     say(console, f"wrote    {path}.json and {path.name}.png")
     return figures
+
+
+def show(figures: dict[str, Any], console: Console) -> None:
+    """Print the tables, and what the depth rule has to add."""
+    print_whole(console, table(figures))
+    print_whole(console, exits_table(figures))
+    for line in of_the_rule(figures):
+        say(console, line)
 
 
 def default_loops(trained: int) -> list[int]:
