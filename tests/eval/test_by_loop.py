@@ -251,6 +251,17 @@ def test_act_says_the_loops_that_each_token_took(corpus):
         assert measure_by_loop(model, corpus, 4, 4, "fp32", 62)["loops_taken"]["mean"] == loops
 
 
+@torch.no_grad()
+def test_figures_in_bfloat16_are_near_those_in_float32(corpus):
+    torch.manual_seed(0)
+    model = LoopLM(config_of("deeploop", depth="gate", coda=1)).eval()
+    one, other = (measure_by_loop(model, corpus, 4, 4, p, 60) for p in ("fp32", "bf16"))
+    for name in ("loss", "entropy"):
+        assert other[name] == pytest.approx(one[name], rel=0.01) and other[name] != one[name]
+    assert other["change"][1:] == pytest.approx(one["change"][1:], rel=0.05)
+    assert other["gate"]["p"] == pytest.approx(one["gate"]["p"], abs=0.01)
+
+
 def test_sums_do_not_depend_on_the_split_into_batches(corpus):
     model = made("deeploop")
     whole, parts = LoopSums(model, 3), LoopSums(model, 3)
