@@ -152,7 +152,7 @@ class Reader:
     def read(self, t: int, s: LoopState) -> None:
         """Add the figures after t loops (`run_loops`)."""
         end = self.model.after_loops(s)
-        logit = self.model.depth.logit(end)
+        logit = self.model.depth.exit_logit(end)
         if logit is not None:
             self.logits.append(logit)
         n = self.model.coda_output(end, self.tokens)

@@ -102,7 +102,8 @@ def loops(metrics: list[dict[str, Any]], path: Path) -> None:
     titles = {
         "residual_rms": "RMS of the residual stream at a loop's end",
         "loop_losses": "training loss after a loop, nats per token",
-        "val_loop_losses": "held-out loss after a loop, nats per token",
+        "val_loop_losses": "held-out loss after a loop, nats per target",
+        "val_loop_accuracies": "held-out examples right after a loop",
         "load_spread": "std / mean of the experts' loads",
     }
     keys = [key for key in titles if any(key in m for m in metrics)]

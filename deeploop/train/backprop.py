@@ -104,7 +104,8 @@ def run_segment(
             total = total + penalty * share
     with span(f"{name} backward"):
         (total * segment.weight if segment.weight != 1 else total).backward()
-    figures = {k: v.detach() * share for k, v in model.depth.figures(s).items()}
+    measured = model.depth.figures(s) | model.borders.figures()
+    figures = {k: v.detach() * share for k, v in measured.items()}
     figures |= {k: v / targets for k, v in terms.figures.items()}
     return SegmentResult(
         model.detach(s), terms.loss.detach() / targets,

@@ -14,7 +14,7 @@ from deeploop.config.fields import entries
 from deeploop.data.corpus import Corpus, load_corpus
 from deeploop.data.source import Source
 from deeploop.data.tasks.corpus import open_task
-from deeploop.model.borders import counts_loops, reads_input
+from deeploop.model.borders import counts_loops, number_fields, reads_input
 from deeploop.model.memory import check_training
 from deeploop.model.moe.experts import check_strides
 from deeploop.model.residual import residual_rule
@@ -96,9 +96,7 @@ def check_draws(config: Config) -> None:
     if config.train.loop_count_per == "sequence" and counts_loops(m, rule):
         raise InputError(
             f"train.loop_count_per=sequence: needs loops that do not depend on their number; "
-            f"give batch, or leave out what does (model.residual={m.residual}, "
-            f"model.start={m.start}, model.inject={m.inject}, model.loop_signal={m.loop_signal}, "
-            f"routers or adapters for each loop)"
+            f"give batch, or leave out what does ({number_fields(m)})"
         )
 
 

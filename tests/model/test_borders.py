@@ -18,9 +18,15 @@ BORDERS = {  # a pairwise choice: each value of a field meets most values of the
     "convex, norm": {"inject": "convex", "loop_norm": "each"},
     "Huginn": {
         "start": "noise", "inject": "adapter", "loop_norm": "last", "prelude": 1, "coda": 1,
+        "readout_map": True,
     },
-    "Parcae": {"start": "noise", "inject": "contractive", "loop_signal": "add", "prelude": 1},
-    "adapter, modulated": {"inject": "adapter", "loop_signal": "modulate", "coda": 1},
+    "Parcae": {
+        "start": "noise", "inject": "contractive", "loop_signal": "add", "prelude": 1,
+        "input_norm": True, "readout_map": True,
+    },
+    "adapter, modulated": {
+        "inject": "adapter", "loop_signal": "modulate", "coda": 1, "input_norm": True,
+    },
     "Ouro": {"loop_norm": "each"},
     "modulated": {"loop_signal": "modulate"},
     "noise": {"start": "noise", "inject": "convex", "loop_signal": "modulate"},
