@@ -89,10 +89,7 @@ def evaluate(
             compared = measure_starts(model, corpus, listed, starts, *given)
             figures["starts"] = {"starts": starts, **compared}
         figures |= measure_by_loop(model, corpus, max(listed), *given)
-        print_whole(console, table(figures))
-        print_whole(console, exits_table(figures))
-        for line in of_the_rule(figures):
-            say(console, line)
+        show(figures, console)
         write_results(path, figures)
     say(console, f"wrote    {path}.json and {path.name}.png")
     return figures
@@ -166,6 +163,14 @@ def about(
         "device": device_name(device),
         "torch": torch.__version__,
     }
+
+
+def show(figures: dict[str, Any], console: Console) -> None:
+    """Print the tables, and what the depth rule says."""
+    print_whole(console, table(figures))
+    print_whole(console, exits_table(figures))
+    for line in of_the_rule(figures):
+        say(console, line)
 
 
 def table(figures: dict[str, Any]) -> Table:
