@@ -172,6 +172,14 @@ def about(
     }
 
 
+def show(figures: dict[str, Any], console: Console) -> None:
+    """Print the tables, and what the depth rule says."""
+    print_whole(console, table(figures))
+    print_whole(console, exits_table(figures))
+    for line in of_the_rule(figures):
+        say(console, line)
+
+
 def table(figures: dict[str, Any]) -> Table:
     """Make a table with a row for each listed number of loops."""
     columns = {

@@ -31,10 +31,13 @@ from tests.helpers.plain_model import (
 )
 from tests.model.test_borders import BORDERS, config_of, tokens
 
+ROUTED = ("expert_choice", "token_choice")
 EVERY = [
     *((residual, {"coda": coda}) for residual in RESIDUALS for coda in (0, 1)),
     *(("pre_norm", borders) for borders in BORDERS.values()),
-    *((residual, {"depth": depth}) for residual in ("post_norm", "loom") for depth in ("act",)),
+    *((residual, {"depth": "act"}) for residual in ("post_norm", "loom")),
+    *(("post_norm", {"depth": depth}) for depth in ROUTED),
+    ("deeploop", {"depth": "fixed_point", "inject": "adapter", "coda": 1}),
     ("deeploop", {"depth": "gate", "loop_norm": "each"}),
     ("loom", {"moe": {"experts": 4, "top_k": 2, "d_expert": 8}}),
     ("loom", {"loom": {"carry": "normalised", "global_source": "readout"}}),
@@ -249,6 +252,36 @@ def test_act_says_the_loops_that_each_token_took(corpus):
         model.depth.halt.weight.data.zero_()
         model.depth.halt.bias.data.fill_(bias)
         assert measure_by_loop(model, corpus, 4, 4, "fp32", 62)["loops_taken"]["mean"] == loops
+
+
+@torch.no_grad()
+def test_figures_in_bfloat16_are_near_those_in_float32(corpus):
+    torch.manual_seed(0)
+    model = LoopLM(config_of("deeploop", depth="gate", coda=1)).eval()
+    one, other = (measure_by_loop(model, corpus, 4, 4, p, 60) for p in ("fp32", "bf16"))
+    for name in ("loss", "entropy"):
+        assert other[name] == pytest.approx(one[name], rel=0.01) and other[name] != one[name]
+    assert other["change"][1:] == pytest.approx(one["change"][1:], rel=0.05)
+    assert other["gate"]["p"] == pytest.approx(one["gate"]["p"], abs=0.01)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("depth", ROUTED)
+@pytest.mark.parametrize("loops", [1, 2, 3, 5])
+def test_routed_tokens_take_as_many_loops_as_they_take_part_in(depth, loops):
+    model, x = made("post_norm", depth=depth), tokens()
+    s = run_loops(model, x, loops, lambda t, s: None)
+    taken = model.depth.loops_taken(s)
+    shares = torch.stack([(taken >= t).float().mean() for t in range(1, loops + 1)])
+    torch.testing.assert_close(shares, model.depth.figures(s)["loop_shares"].float())
+    assert taken.max() <= loops and (loops == 1 or len(taken.unique()) > 1)
+
+
+@torch.no_grad()
+def test_a_solver_says_its_evaluations():
+    model, x = made("deeploop", depth="fixed_point", inject="adapter"), tokens()
+    s = run_loops(model, x, 4, lambda t, s: None)
+    assert (model.depth.loops_taken(s) == s.depth.evaluations).all()
 
 
 def test_sums_do_not_depend_on_the_split_into_batches(corpus):

@@ -80,9 +80,9 @@ class Depth(nn.Module):
         return None
 
     def loops_taken(self, s: LoopState) -> Tensor | None:
-        """Return the loops that each token took part in [B, T]; None where all take every one.
+        """Return the loops that changed each token [B, T]; None where all change every one.
 
-        s: state after the last loop.
+        s: state after the last loop that was run.
         """
         return None
 

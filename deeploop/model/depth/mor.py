@@ -39,6 +39,9 @@ class TokenRouting(Depth):
         super().__init__(config)
         self.shares_keys = key_loops(config, 2) == 1
 
+    def loops_taken(self, s: LoopState) -> Tensor:
+        return s.depth.loops.clamp(max=len(s.depth.shares))
+
     def weighted(self, h: Tensor, f: Tensor, w: Tensor) -> Tensor:
         """Return the stream after a loop: h before it, f after it, w [B, T] of its tokens."""
         if self.config.mor.output == "released":
