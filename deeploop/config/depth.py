@@ -31,7 +31,6 @@ class DepthChoice(NamedTuple):
     gate: bool = False  # whether it gives an exit probability after each loop, for train.loss
     backprops: tuple[str, ...] = ("full", "segments", "last", "progressive")
     per_sequence: bool = True  # whether sequences may have numbers of loops of their own
-    counts_loops: bool = False  # whether a loop depends on its number
     narrows: bool = False  # whether a loop of training runs a share of the tokens (`capacities`)
 
 
@@ -48,11 +47,11 @@ DEPTHS = {
     ),
     # Loops without gradient would leave the routers of these two untrained.
     "expert_choice": DepthChoice(
-        "deeploop.model.depth.expert_choice:ExpertChoice", section="mor", counts_loops=True,
+        "deeploop.model.depth.expert_choice:ExpertChoice", section="mor", per_sequence=False,
         narrows=True, backprops=("full", "segments", "progressive"),
     ),
     "token_choice": DepthChoice(
-        "deeploop.model.depth.token_choice:TokenChoice", section="mor", counts_loops=True,
+        "deeploop.model.depth.token_choice:TokenChoice", section="mor", per_sequence=False,
         backprops=("full", "progressive"),
     ),
 }  # fmt: skip

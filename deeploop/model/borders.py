@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deeploop.config import ModelConfig
-from deeploop.config.depth import DEPTHS
 from deeploop.model.injection import injection
 from deeploop.model.loop_signal import LoopModulation, Modulation, sinusoid
 from deeploop.model.noise import truncated_normal
@@ -175,13 +174,12 @@ def counts_loops(config: ModelConfig, rule: Residual) -> bool:
     injects = c.inject == "convex" or (c.inject == "add" and c.start == "embedding")
     routers = bool(c.moe.experts) and c.moe.router_per_loop
     own = routers or bool(c.lora_rank)  # matrices of one loop alone
-    counts = rule.counts_loops or DEPTHS[c.depth].counts_loops
-    return injects or own or c.loop_signal != "none" or counts
+    return injects or own or c.loop_signal != "none" or rule.counts_loops
 
 
 def number_fields(c: ModelConfig) -> str:
     """Return the fields by which a loop may depend on its number, with their values."""
-    names = ["residual", "start", "inject", "loop_signal", "depth"]
+    names = ["residual", "start", "inject", "loop_signal"]
     names += ["moe.router_per_loop"] if c.moe.experts else []
     names += ["lora_rank"] if c.lora_rank else []
     return ", ".join(f"model.{name}={attrgetter(name)(c)}" for name in names)

@@ -57,7 +57,8 @@ def forward_flops(m: ModelConfig, loops: range) -> float:
     total, d = 0.0, m.d_model
     for loop, share in zip(loops, loop_shares(m, loops), strict=True):
         own_keys = loop < key_loops(m, loop + 1)
-        weights = block_weights(m) - (0 if own_keys else 2 * d * d)
+        rank = adapter_rank(m.lora_rank, 3 * d, d)
+        weights = block_weights(m) - (0 if own_keys else 2 * d * (d + rank))
         keys = m.seq_len * (share if own_keys else 1)
         total += share * m.n_layers * (2 * weights + 4 * d * keys)
     return total

@@ -122,7 +122,6 @@ class LoopLM(nn.Module):
             raise InputError(f"loops={loops}: needs at least one loop")
         if cache is not None:
             cache.check(len(tokens), loops)
-            self.depth.check_cache()
         s = self.run(
             tokens, range(loops), cache=cache, on_visit=on_visit, draws=draws, on_loop=on_loop
         )

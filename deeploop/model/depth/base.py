@@ -86,9 +86,6 @@ class Depth(nn.Module):
         """
         return None
 
-    def check_cache(self) -> None:
-        """Refuse a cache of past tokens where the rule cannot do with one; raises InputError."""
-
     def penalty(self, s: LoopState) -> Tensor | None:
         """Return what the rule adds to the loss: a scalar, weighted, its mean over tokens."""
         return None

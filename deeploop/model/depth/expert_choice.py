@@ -69,14 +69,12 @@ class ExpertChoice(TokenRouting):
         for router in (*self.routers, *(self.causal_routers or ())):
             router.normal_(std=self.config.d_model**-0.5)
 
-    def check_cache(self) -> None:
-        if self.training:
+    def loop(self, s: LoopState, loop: int, run_loop: RunLoop, inputs: LoopInputs) -> LoopState:
+        if self.training and inputs.cached:
             raise InputError(
                 "cache: depth=expert_choice chooses among all tokens of a sequence in training; "
                 "call model.eval() before giving a cache"
             )
-
-    def loop(self, s: LoopState, loop: int, run_loop: RunLoop, inputs: LoopInputs) -> LoopState:
         routing = s.depth or Routing(torch.zeros_like(s.h[..., 0], dtype=torch.int64))
         s = s._replace(depth=routing)
         logit = self.logit(self.routers, s.h, loop)
@@ -138,6 +136,9 @@ class ExpertChoice(TokenRouting):
         if self.causal_routers is None:
             return logit
         return self.logit(self.causal_routers, h.detach(), loop)
+
+    def loops_taken(self, s: LoopState) -> Tensor:
+        return s.depth.loops
 
     def penalty(self, s: LoopState) -> Tensor | None:
         weight = self.config.mor.causal_weight

@@ -78,6 +78,9 @@ class TokenChoice(TokenRouting):
             logits.logsumexp(-1).square().mean(),
         )
 
+    def loops_taken(self, s: LoopState) -> Tensor:
+        return s.depth.loops.clamp(max=len(s.depth.shares))
+
     def penalty(self, s: LoopState) -> Tensor | None:
         mor, given = self.config.mor, s.depth
         return mor.balance * given.balance + mor.z_loss * given.z

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from deeploop.model.attention import AttentionContext
 from deeploop.model.looplm import LoopLM
 from deeploop.runs import checkpoint
 from deeploop.train.setup import open_run
@@ -80,7 +81,7 @@ def test_expert_choice_is_its_definition(case, training):
 def test_each_loop_takes_its_share_of_the_tokens_of_the_loop_before():
     model, ends = model_of(), []
     model(tokens(), on_loop=ends.append)
-    took = [s.depth.loops > loop for loop, s in enumerate(ends)]
+    took = [model.depth.loops_taken(s) > loop for loop, s in enumerate(ends)]
     assert [x.sum(1).tolist() for x in took] == [[8, 8], [6, 6], [3, 3]]
     assert (took[2] <= took[1]).all() and not torch.equal(took[1][0], took[1][1])
     shares = model.depth.figures(ends[-1])["loop_shares"]
@@ -217,6 +218,18 @@ def test_the_first_loops_keys_are_all_that_is_cached():
     assert model.new_cache(1, 8).slots == 2 + 1 + 1 and model_of().new_cache(1, 8).slots == 6
 
 
+def test_queries_over_first_keys_are_those_of_attention_with_its_loops_adapter():
+    model = model_of(model={"lora_rank": 2})
+    attention = model.sublayers[0]
+    adapters = attention.adapters_in(1)
+    adapters[0].b.data.normal_()
+    n, kept = torch.randn(2, 8, 16, dtype=torch.float64), []
+    context = AttentionContext(*model.rope(tokens(), None, n.dtype), 1)
+    f = attention.branch(n, context._replace(kept=kept), adapters)
+    read = attention.branch(n, context._replace(first=kept[0]), adapters)
+    torch.testing.assert_close(read, f, rtol=1e-12, atol=1e-12)
+
+
 def test_segments_after_the_first_read_its_keys_without_gradient():
     model = model_of(**MODELS["loom, first keys"])
     gradients(model, run_of(model, backprop="segments", backprop_loops=1))
@@ -255,12 +268,12 @@ def test_linear_capacities_fall_from_all_to_one_in_r():
     assert [int((loops[0] > loop).sum()) for loop in range(3)] == [9, 6, 3]
 
 
-def test_plans_and_draws_that_would_leave_routers_untrained_are_refused(config, quiet):
+def test_plans_and_draws_that_do_not_go_with_routers_are_refused(config):
     run = config.replace("model", depth="expert_choice")
     with pytest.raises(InputError, match=r"expert_choice: needs train\.backprop=full or seg"):
         run.replace("train", backprop="last", backprop_loops=1)
-    drawn = run.replace("train", loop_count="poisson", loop_count_per="sequence")
-    refused(lambda: open_run(drawn, quiet), "model.depth=expert_choice")
+    drawn = {"loop_count": "poisson", "loop_count_per": "sequence"}
+    refused(lambda: run.replace("train", **drawn), "model.depth=expert_choice")
 
 
 def test_routers_start_apart():

@@ -81,8 +81,11 @@ def test_a_token_takes_the_loops_it_was_given_and_no_more():
     for loop in (1, 2):
         same = (ends[loop].h == ends[loop - 1].h).all(-1)
         assert torch.equal(same, loops <= loop)
+    depth = model_of().depth
     shares = torch.stack([(loops > loop).float().mean() for loop in range(3)])
-    assert torch.equal(model_of().depth.figures(ends[-1])["loop_shares"], shares)
+    assert torch.equal(depth.figures(ends[-1])["loop_shares"], shares)
+    assert torch.equal(depth.loops_taken(ends[-1]), loops)
+    assert torch.equal(depth.loops_taken(ends[1]), loops.clamp(max=2))  # two have been run
 
 
 @pytest.mark.parametrize("case", ["softmax", "Huginn", "loom, experts"])
