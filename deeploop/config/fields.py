@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 
 import tyro
 
-from deeploop.utils.disk import brief
 from deeploop.utils.errors import InputError
+from deeploop.utils.foreign import brief
 
 MAX_INT, MAX_SEED = 2**31 - 1, 2**63 - 1  # largest value of an integer field; of a seed
 MAY_CHANGE = "may change when a run is resumed"

@@ -12,9 +12,9 @@ from deeploop.data.corpus import Corpus
 from deeploop.runs.checkpoint import Checkpoint
 from deeploop.runs.folder import corpus_identity
 from deeploop.train.parents import Parents
-from deeploop.utils.disk import brief
 from deeploop.utils.distributed import Ranks
 from deeploop.utils.errors import InputError
+from deeploop.utils.foreign import brief
 
 PLACES = {"train.out", "train.device", "data.path"}  # may differ between machines
 
