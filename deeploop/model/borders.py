@@ -1,12 +1,12 @@
 """The borders of the loops: the start state, and all that happens between two loops.
 
-s = e, or noise                                     model.start
-for loop in range(R):
-    s = s + sinusoid(loop)                          model.loop_signal
-    s = inject(s, e)                                model.inject
-    s = rule.start_loop(s, e); the K blocks
-    s = RMSNorm(s) * final_gain                     model.loop_norm = each
-s = RMSNorm(s) * final_gain, before the coda        model.loop_norm = last
+    s = e, or noise                                     model.start
+    for loop in range(R):
+        s = s + sinusoid(loop)                          model.loop_signal
+        s = inject(s, e)                                model.inject
+        s = rule.start_loop(s, e); the K blocks
+        s = RMSNorm(s) * final_gain                     model.loop_norm = each
+    s = RMSNorm(s) * final_gain, before the coda        model.loop_norm = last
 """
 
 from collections.abc import Sequence
