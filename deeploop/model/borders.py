@@ -7,6 +7,8 @@
         s = rule.start_loop(s, e); the K blocks
         s = RMSNorm(s) * final_gain                     model.loop_norm = each
     s = RMSNorm(s) * final_gain, before the coda        model.loop_norm = last
+
+A step is left out where its field is `none`.
 """
 
 from collections.abc import Sequence
