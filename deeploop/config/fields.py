@@ -7,7 +7,7 @@ on its value and `MAY_CHANGE`, for a field that a resumed run may give another v
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import tyro
@@ -39,9 +39,10 @@ LOGIT = Limit(-30, "between -30 and 30", high=30)
 SHARE = Limit(0, "from 0 to 1", high=1 + 2**-52)  # 1 included
 
 
-def flag(text: str, *aliases: str, metavar: str | None = None) -> Any:
-    """Give a field its help text, and further names on the command line."""
-    return tyro.conf.arg(help=text, aliases=aliases, metavar=metavar)
+def flag(text: str, *aliases: str, choices: Collection[str] = ()) -> Any:
+    """Give a field its help text, further names on the command line, and the values it takes."""
+    metavar = "{" + ",".join(choices) + "}"
+    return tyro.conf.arg(help=text, aliases=aliases, metavar=metavar if choices else None)
 
 
 class Entry(NamedTuple):
