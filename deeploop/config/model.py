@@ -121,10 +121,9 @@ class LoomConfig:
 class ModelConfig:
     """A looped language model: P + K + C physical blocks, of which K run R = loops times."""
 
-    residual: Annotated[
-        str,
-        flag("residual rule; pre_norm is h + f", metavar="{" + ",".join(RESIDUALS) + "}"),
-    ] = "deeploop"
+    residual: Annotated[str, flag("residual rule; pre_norm is h + f", choices=RESIDUALS)] = (
+        "deeploop"
+    )
     d_model: Annotated[int, flag("width of the residual stream"), POSITIVE] = 192
     n_layers: Annotated[
         int, flag("physical blocks K of the loop: attention + SwiGLU or MoE"), POSITIVE
@@ -166,11 +165,7 @@ class ModelConfig:
         flag("the loop's number, added as a sinusoid (UT) or scaling inputs and outputs"),
     ] = "none"
     depth: Annotated[
-        str,
-        flag(
-            "depth rule: which tokens take part in a loop; fixed: all",
-            metavar="{" + ",".join(DEPTHS) + "}",
-        ),
+        str, flag("depth rule: which tokens take part in a loop; fixed: all", choices=DEPTHS)
     ] = "fixed"
     n_heads: Annotated[int, flag("attention heads; must divide d_model"), POSITIVE] = 3
     d_ff: Annotated[

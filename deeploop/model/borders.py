@@ -1,14 +1,16 @@
 """The borders of the loops: the start state, and all that happens between two loops.
 
-e = RMSNorm(e) * gain                               model.input_norm
-s = e, or noise                                     model.start
-for loop in range(R):
-    s = s + sinusoid(loop)                          model.loop_signal
-    s = inject(s, e)                                model.inject
-    s = rule.start_loop(s, e); the K blocks
-    s = RMSNorm(s) * final_gain                     model.loop_norm = each
-s = C s                                             model.readout_map
-s = RMSNorm(s) * final_gain, before the coda        model.loop_norm = last
+    e = RMSNorm(e) * gain                               model.input_norm
+    s = e, or noise                                     model.start
+    for loop in range(R):
+        s = s + sinusoid(loop)                          model.loop_signal
+        s = inject(s, e)                                model.inject
+        s = rule.start_loop(s, e); the K blocks
+        s = RMSNorm(s) * final_gain                     model.loop_norm = each
+    s = C s                                             model.readout_map
+    s = RMSNorm(s) * final_gain, before the coda        model.loop_norm = last
+
+A step is left out where its field is `none` or false.
 """
 
 from collections.abc import Iterable, Sequence

@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from deeploop.utils.disk import brief, disk_errors, foreign, read_bytes, write_text
+from deeploop.utils.disk import disk_errors, write_text
+from deeploop.utils.foreign import brief, foreign, read_bytes
 from deeploop.utils.strict_json import to_json
 
 METRICS = "metrics.jsonl"

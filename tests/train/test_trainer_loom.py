@@ -16,8 +16,6 @@ from deeploop.train.progress import ProgressBar
 from deeploop.train.setup import open_run
 from deeploop.utils.errors import Diverged, InputError
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
-
 
 @pytest.fixture
 def loom(config):
