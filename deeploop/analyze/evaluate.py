@@ -94,14 +94,6 @@ def evaluate(
     return figures
 
 
-def show(figures: dict[str, Any], console: Console) -> None:
-    """Print the tables, and what the depth rule has to add."""
-    print_whole(console, table(figures))
-    print_whole(console, exits_table(figures))
-    for line in of_the_rule(figures):
-        say(console, line)
-
-
 def default_loops(trained: int) -> list[int]:
     """Return the loops up to twice those in training, or up to MOST_LINES of them."""
     step = math.ceil(2 * trained / (MOST_LINES - 3)) if 2 * trained > MOST_LINES else 1

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
 from deeploop.config.fields import FRACTION, MAY_CHANGE, check_choice, check_fields, flag
-from deeploop.utils.disk import brief
 from deeploop.utils.errors import InputError
+from deeploop.utils.foreign import brief
 
 
 class TaskChoice(NamedTuple):
