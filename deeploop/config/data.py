@@ -68,7 +68,7 @@ class DataConfig:
         str,
         flag(
             "a generated task in the place of a text; empty: none",
-            metavar="{" + ",".join(TASKS) + "}",
+            choices=TASKS,
         ),
     ] = ""
     difficulty: Annotated[
