@@ -8,6 +8,7 @@ import torch
 from deeploop.cli import main
 from deeploop.config import Config, DataConfig, ModelConfig, TrainConfig
 from deeploop.data.batches import IGNORE
+from deeploop.eval.generate import generate
 from deeploop.runs import checkpoint
 from deeploop.train.setup import open_run
 from deeploop.utils.errors import InputError
@@ -41,6 +42,8 @@ def test_a_run_logs_the_accuracy_and_leaves_no_text(config, quiet, tmp_path):
     facts = json.loads((tmp_path / "run" / "corpus.json").read_text())
     assert facts["task"] == "addition" and facts["tokenizer"] is None
     assert list(facts["floors_nats_per_token"]) == ["guessing"]
+    with pytest.raises(InputError, match="task addition, whose ids stand for no text"):
+        generate(config.train.out, "1 + 1")
 
 
 @pytest.mark.parametrize("micro_batch", [0, 2])

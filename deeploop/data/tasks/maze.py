@@ -1,8 +1,8 @@
 """Small mazes: the way from one cell to another. Difficulty: its number of steps.
 
-    e  start:s    s          cells of 3 x 3 (here 5 x 5), row by row as tokens, and the answers:
-    s  es         x          e start:s s s es x e x goal:x S E ...
-    e  x          goal:x
+    e  start:s  s            the cells of a maze of 3 x 3; in the task it has 5 x 5
+    s  es       s            row by row, and the answers:
+    e  x        goal:x       e start:s s s es s e x goal:x S E S
 
 A maze's passages are a spanning tree, so there is one way between two cells. A cell's token says
 whether it is open to the east ("e"), to the south ("s"), to both or to neither ("x"), and whether

@@ -1,6 +1,6 @@
 """In-context regression: infer a linear function from examples. Difficulty: its inputs k.
 
-    3 1 = 5 ; 0 4 = 6 ; 2 2 = 0 ; ...                       (k = 2, modulo 7)
+    3 1 = 5 ; 0 4 = 6 ; 2 2 = 3 ; ...                       (k = 2, modulo 7)
 
 y = a x modulo 7, with a and x in [0, 7)^k. The first k examples have linearly independent x, so
 they determine a; the y of the 4 examples after them are the answers.

@@ -1,12 +1,15 @@
 """Every task: answers against a slow solver that reads the text, pure functions, difficulty."""
 
 import itertools
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import deeploop.data
 from deeploop.config.data import TASKS
 from deeploop.data.batches import IGNORE
 from deeploop.data.tasks import load_task
@@ -230,6 +233,13 @@ def test_examples_are_pinned(name):
     inputs, targets = task.sample(keys, np.array([1, 2]), 80)
     assert [int(inputs[i] @ np.arange(80)) for i in (0, 1)] == PINNED[name][:2]
     assert int(targets[targets >= 0].sum()) == PINNED[name][2]
+
+
+@pytest.mark.parametrize("name", ["parity", "addition", "phop", "regression"])
+def test_the_readmes_examples_are_right(name):
+    readme = (Path(deeploop.data.__file__).parent / "README.md").read_text()
+    words, answers = re.search(rf"(?m)^\| `{name}` \| `(.*?)` `(.*?)`", readme).groups()
+    assert SOLVERS[name](words.split())[0] == answers.split()
 
 
 def test_an_unknown_task_is_refused():
