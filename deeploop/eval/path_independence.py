@@ -70,7 +70,7 @@ def measure_starts(
     inputs, targets = next(val_batches(corpus.val, batch=batch, seq_len=c.seq_len, targets=count))
     inputs, targets = inputs.to(device), targets.to(device)
     with autocast(device, precision):
-        make = noise_starts if c.start == "noise" else exchanged_starts
+        make = noise_starts if c.start == "noise" and c.start_std else exchanged_starts
         first: list[Tensor] = []
         compared, losses = [], []
         for start in make(model, inputs, max(loops), starts):
