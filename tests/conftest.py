@@ -1,8 +1,10 @@
 import io
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from deeploop.config import Config, DataConfig, ModelConfig, TrainConfig
@@ -33,19 +35,32 @@ def pytest_cmdline_main(config):
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-@pytest.fixture(autouse=True)
-def short_sample(monkeypatch):
+@pytest.fixture(scope="session", autouse=True)
+def short_sample():
     """Sample 8 tokens at the end of a run: 200 would take most of its time."""
-    monkeypatch.setattr("deeploop.train.trainer.SAMPLE_TOKENS", 8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("deeploop.train.trainer.SAMPLE_TOKENS", 8)
+        yield
+
+
+def write_first_bytes(figure, file, **options):
+    """Write the first bytes of a PNG to a file or a path, as Figure.savefig writes all."""
+    (file.write if hasattr(file, "write") else Path(file).write_bytes)(b"\x89PNG\r\n")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_pictures():
+    """Draw nothing: a picture takes longer than a short run. Yields the savefig that draws."""
+    with pytest.MonkeyPatch.context() as patch:
+        savefig = Figure.savefig
+        patch.setattr(Figure, "savefig", write_first_bytes)
+        yield savefig
 
 
 @pytest.fixture
-def no_pictures(monkeypatch):
-    """Write the first bytes of a PNG for each picture, which take longer than a short run."""
-    monkeypatch.setattr(
-        "matplotlib.figure.Figure.savefig",
-        lambda _, file, **__: file.write(b"\x89PNG\r\n"),
-    )
+def pictures(no_pictures, monkeypatch):
+    """Draw pictures, in a test of them."""
+    monkeypatch.setattr(Figure, "savefig", no_pictures)
 
 
 @pytest.fixture

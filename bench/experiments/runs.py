@@ -64,7 +64,7 @@ def train(run: str, scratch: str | None = None) -> Result | None:
         steps = [line for line in trainer.metrics.read() if "loss" in line]
         last = {name: steps[-1][name] for name in LAST_STEP if name in steps[-1]}
         losses = [[m["step"], round(m["loss"], 4)] for m in steps]
-        bits = bits_per_byte(trainer.validated[1].loss, trainer.corpus, config.train.eval_tokens)
+        bits = bits_per_byte(trainer.validated[1], trainer.corpus, config.train.eval_tokens)
         return {"val_bits_per_byte": bits, "losses": losses} | last | about
 
 

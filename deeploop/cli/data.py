@@ -8,7 +8,7 @@ from typing import Annotated
 import tyro
 
 from deeploop.cli.duration import since
-from deeploop.cli.parse import parse
+from deeploop.cli.parse import Switch, parse
 from deeploop.utils.console import open_console, say
 from deeploop.utils.errors import InputError
 
@@ -39,8 +39,7 @@ class DataArguments:
     ] = 0.01
     shard_tokens: Annotated[int, tyro.conf.arg(help="tokens per shard")] = 100_000_000
     verify: Annotated[
-        bool,
-        tyro.conf.FlagCreatePairsOff,
+        Switch,
         tyro.conf.arg(help="write nothing; compare shards of any size with their checksums"),
     ] = False
 

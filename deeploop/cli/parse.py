@@ -20,6 +20,7 @@ from deeploop.utils.disk import user_path
 from deeploop.utils.errors import InputError
 
 T = TypeVar("T")
+Switch = Annotated[bool, tyro.conf.FlagCreatePairsOff]  # an option --x without a --no-x
 RENAMED_FLAGS = {
     f"--{old}".replace("_", "-"): f"--{new}".replace("_", "-") for old, new in FIELDS.items()
 } | {"--plan": "--backprop"}

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import tyro
 
-from deeploop.cli.parse import ConfigArguments, first_word, named_config, parse, refuse_flag
+from deeploop.cli.parse import ConfigArguments, Switch, first_word, named_config, parse, refuse_flag
 from deeploop.config import Config
 from deeploop.config.presets import preset, presets
 from deeploop.utils.errors import InputError
@@ -17,15 +17,11 @@ class PlanArguments(ConfigArguments):
         str,
         tyro.conf.arg(help="h200, h100, a100, b200, or cpu (this machine, measured)"),
     ] = "h200"
-    all: Annotated[
-        bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="a line for every preset")
-    ] = False
+    all: Annotated[Switch, tyro.conf.arg(help="a line for every preset")] = False
     matrix: Annotated[
-        bool,
-        tyro.conf.FlagCreatePairsOff,
-        tyro.conf.arg(help="DeepLoop's 16 runs and their sum, beside the paper's"),
+        Switch, tyro.conf.arg(help="DeepLoop's 16 runs and their sum, beside the paper's")
     ] = False
-    json: Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="print JSON")] = False
+    json: Annotated[Switch, tyro.conf.arg(help="print JSON")] = False
 
 
 def run(arguments: list[str]) -> int:

@@ -5,16 +5,14 @@ from typing import Annotated
 
 import tyro
 
-from deeploop.cli.parse import parse
+from deeploop.cli.parse import Switch, parse
 from deeploop.config.presets import LOOM_ABLATIONS
 from deeploop.utils.console import open_console, print_whole, say
 
 
 @dataclasses.dataclass
 class PresetsArguments:
-    all: Annotated[
-        bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help="also the variants of presets")
-    ] = False
+    all: Annotated[Switch, tyro.conf.arg(help="also the variants of presets")] = False
 
 
 def run(arguments: list[str]) -> int:

@@ -12,7 +12,6 @@ from deeploop.cli.parse import ConfigArguments, base_config, first_word, parse
 from deeploop.cli.ranks import on_every_rank, one_speaks, refuse_together
 from deeploop.config.presets import SUMMARY
 from deeploop.utils.console import open_console, say
-from deeploop.utils.errors import InputError
 
 # Read when torch is imported: its profiler reports its starts, and every block of memory that is
 # older than the trace, on standard error.
@@ -26,10 +25,8 @@ class ProfileArguments(ConfigArguments):
 
 
 def run(arguments: list[str]) -> int:
-    try:
+    with refuse_together():
         parsed = parse_profile(arguments)
-    except InputError as error:
-        refuse_together(error)
     began = time.perf_counter()
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)

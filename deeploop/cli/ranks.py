@@ -41,20 +41,25 @@ def on_every_rank(ranks: "Ranks", build: Callable[[], T]) -> T:
     raise SystemExit(2)
 
 
-def refuse_together(error: InputError) -> NoReturn:
-    """Raise an error that came before the ranks joined, on the first rank that has one.
+@contextlib.contextmanager
+def refuse_together() -> Iterator[None]:
+    """Raise an error that comes before the ranks join on the first rank that has one.
 
     The other ranks are in `on_every_rank`, or here too; they leave with it.
     """
-    if place().world > 1:
-        from deeploop.utils.distributed import init_distributed
+    try:
+        yield
+    except InputError as error:
+        refused = error
+        if place().world > 1:
+            from deeploop.utils.distributed import init_distributed
 
-        def refuse() -> NoReturn:
-            raise error
+            def refuse() -> NoReturn:
+                raise refused
 
-        with init_distributed() as ranks:
-            on_every_rank(ranks, refuse)
-    raise error
+            with init_distributed() as ranks:
+                on_every_rank(ranks, refuse)
+        raise
 
 
 @contextlib.contextmanager

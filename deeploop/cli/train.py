@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from deeploop.cli.duration import since
-from deeploop.cli.parse import ConfigArguments, base_config, early_option, first_word, parse
+from deeploop.cli.parse import ConfigArguments, Switch, base_config, early_option, first_word, parse
 from deeploop.cli.ranks import is_main_process, on_every_rank, one_speaks, refuse_together
 from deeploop.config.presets import SUMMARY
 from deeploop.utils.console import open_console, printable, say, say_error
-from deeploop.utils.errors import InputError
 
 if TYPE_CHECKING:  # torch is slow to import, and --help needs none of it
     from rich.console import Console
@@ -34,9 +33,7 @@ class TrainArguments(ConfigArguments):
         ),
     ] = None
     print_config: Annotated[
-        bool,
-        tyro.conf.FlagCreatePairsOff,
-        tyro.conf.arg(help="print the resolved configuration as JSON and stop"),
+        Switch, tyro.conf.arg(help="print the resolved configuration as JSON and stop")
     ] = False
 
 
@@ -60,10 +57,8 @@ def parse_train(arguments: list[str]) -> TrainArguments:
 
 def run(arguments: list[str]) -> int:
     began = time.perf_counter()
-    try:
+    with refuse_together():
         parsed = parse_train(arguments)
-    except InputError as error:
-        refuse_together(error)
     if parsed.print_config:
         if is_main_process():
             print(parsed.config.to_json(), end="")

@@ -13,13 +13,13 @@ from typing import Annotated, Any
 import tyro
 
 from deeploop.config.data import DataConfig
-from deeploop.config.depth import DEPTHS, ActConfig, SolverConfig
+from deeploop.config.depth import DEPTHS, ActConfig, MorConfig, SolverConfig
 from deeploop.config.fields import MAY_CHANGE, build, check_fields, replace
 from deeploop.config.model import LoomConfig, ModelConfig, MoEConfig
 from deeploop.config.renames import renamed_fields
 from deeploop.config.train import LOSSES, TrainConfig
-from deeploop.utils.disk import brief
 from deeploop.utils.errors import InputError
+from deeploop.utils.foreign import brief
 
 __all__ = [
     "ActConfig",
@@ -28,6 +28,7 @@ __all__ = [
     "LoomConfig",
     "MoEConfig",
     "ModelConfig",
+    "MorConfig",
     "SolverConfig",
     "TrainConfig",
 ]

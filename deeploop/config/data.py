@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
 from deeploop.config.fields import FRACTION, MAY_CHANGE, check_choice, check_fields, flag
-from deeploop.utils.disk import brief
 from deeploop.utils.errors import InputError
+from deeploop.utils.foreign import brief
 
 
 class TaskChoice(NamedTuple):
@@ -20,7 +20,7 @@ class TaskChoice(NamedTuple):
 
 # The registry of generated tasks. A new task is a file in deeploop/data/tasks/ and a line here.
 TASKS = {
-    "reach": TaskChoice("deeploop.data.tasks.reach:Reach", "1-3", "6", most=7),
+    "reach": TaskChoice("deeploop.data.tasks.reach:Reach", "1-4", "6", most=7),
     "phop": TaskChoice("deeploop.data.tasks.phop:PHop", "1-4", "8", most=12),
     "addition": TaskChoice("deeploop.data.tasks.addition:Addition", "1-4", "6", most=64),
     "parity": TaskChoice("deeploop.data.tasks.parity:Parity", "1-8", "16", most=4096),
@@ -68,7 +68,7 @@ class DataConfig:
         str,
         flag(
             "a generated task in the place of a text; empty: none",
-            metavar="{" + ",".join(TASKS) + "}",
+            choices=TASKS,
         ),
     ] = ""
     difficulty: Annotated[

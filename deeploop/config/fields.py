@@ -7,13 +7,13 @@ on its value and `MAY_CHANGE`, for a field that a resumed run may give another v
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import tyro
 
-from deeploop.utils.disk import brief
 from deeploop.utils.errors import InputError
+from deeploop.utils.foreign import brief
 
 MAX_INT, MAX_SEED = 2**31 - 1, 2**63 - 1  # largest value of an integer field; of a seed
 MAY_CHANGE = "may change when a run is resumed"
@@ -40,9 +40,10 @@ SHARE = Limit(0, "from 0 to 1", high=1 + 2**-52)  # 1 included
 POSITIVE_SHARE = Limit(0, "greater than 0 and at most 1", open_low=True, high=1 + 2**-52)
 
 
-def flag(text: str, *aliases: str, metavar: str | None = None) -> Any:
-    """Give a field its help text, and further names on the command line."""
-    return tyro.conf.arg(help=text, aliases=aliases, metavar=metavar)
+def flag(text: str, *aliases: str, choices: Collection[str] = ()) -> Any:
+    """Give a field its help text, further names on the command line, and the values it takes."""
+    metavar = "{" + ",".join(choices) + "}"
+    return tyro.conf.arg(help=text, aliases=aliases, metavar=metavar if choices else None)
 
 
 class Entry(NamedTuple):

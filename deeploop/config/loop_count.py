@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from statistics import NormalDist
 from typing import TYPE_CHECKING
 
-from deeploop.utils.disk import brief
 from deeploop.utils.errors import InputError
+from deeploop.utils.foreign import brief
 
 if TYPE_CHECKING:
     from deeploop.config.train import TrainConfig

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple
 
 from deeploop.config import scaling
-from deeploop.config.depth import DEPTHS, ActConfig, SolverConfig
+from deeploop.config.depth import DEPTHS, ActConfig, MorConfig, SolverConfig, check_capacities
 from deeploop.config.fields import (
     FRACTION,
     MAY_CHANGE,
@@ -121,10 +121,9 @@ class LoomConfig:
 class ModelConfig:
     """A looped language model: P + K + C physical blocks, of which K run R = loops times."""
 
-    residual: Annotated[
-        str,
-        flag("residual rule; pre_norm is h + f", metavar="{" + ",".join(RESIDUALS) + "}"),
-    ] = "deeploop"
+    residual: Annotated[str, flag("residual rule; pre_norm is h + f", choices=RESIDUALS)] = (
+        "deeploop"
+    )
     d_model: Annotated[int, flag("width of the residual stream"), POSITIVE] = 192
     n_layers: Annotated[
         int, flag("physical blocks K of the loop: attention + SwiGLU or MoE"), POSITIVE
@@ -166,11 +165,7 @@ class ModelConfig:
         flag("the loop's number, added as a sinusoid (UT) or scaling inputs and outputs"),
     ] = "none"
     depth: Annotated[
-        str,
-        flag(
-            "depth rule: which tokens take part in a loop; fixed: all",
-            metavar="{" + ",".join(DEPTHS) + "}",
-        ),
+        str, flag("depth rule: which tokens take part in a loop; fixed: all", choices=DEPTHS)
     ] = "fixed"
     n_heads: Annotated[int, flag("attention heads; must divide d_model"), POSITIVE] = 3
     d_ff: Annotated[
@@ -197,11 +192,13 @@ class ModelConfig:
     loom: LoomConfig = field(default_factory=LoomConfig)
     act: ActConfig = field(default_factory=ActConfig)
     solver: SolverConfig = field(default_factory=SolverConfig)
+    mor: MorConfig = field(default_factory=MorConfig)
 
     def __post_init__(self) -> None:
         check_fields(self, "model.")
         check_choice("model.residual", self.residual, RESIDUALS)
         check_choice("model.depth", self.depth, DEPTHS)
+        check_capacities(self)
         if self.d_model % self.n_heads or (self.d_model // self.n_heads) % 2:
             raise InputError(
                 f"model.n_heads={self.n_heads}: must divide model.d_model={self.d_model} "

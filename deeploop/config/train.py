@@ -81,7 +81,7 @@ class TrainConfig:
             "loops of a step: fixed, model.loops; poisson, drawn around it (Huginn); set, drawn "
             "from loop-set",
             "--loop-count",
-            metavar="{" + ",".join(LOOP_COUNTS) + "}",
+            choices=LOOP_COUNTS,
         ),
     ] = "fixed"
     loop_sigma: Annotated[
@@ -98,7 +98,7 @@ class TrainConfig:
             "last: after the last loop; each: the mean over loops; expected (Ouro I) and ponder "
             "(PonderNet): over exit probabilities; gate (Ouro II): exit gates alone",
             "--loss",
-            metavar="{" + ",".join(LOSSES) + "}",
+            choices=LOSSES,
         ),
     ] = "last"
     exit_weight: Annotated[

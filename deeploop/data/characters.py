@@ -19,8 +19,9 @@ import numpy as np
 
 from deeploop.data import cuts
 from deeploop.data.encoded import MAX_VOCAB, REPLACEMENT, Encoded
-from deeploop.utils.disk import foreign, read_bytes, read_json, write_json
+from deeploop.utils.disk import write_json
 from deeploop.utils.errors import InputError
+from deeploop.utils.foreign import foreign, read_bytes, read_json
 
 FILE = "characters.json"  # {"characters": [text of id 0, text of id 1, ...]}
 META_PICKLE = "meta.pkl"

@@ -4,7 +4,7 @@ import hashlib
 from pathlib import Path
 from typing import IO
 
-from deeploop.utils.disk import foreign, open_regular
+from deeploop.utils.foreign import foreign, open_regular
 
 SMALL = 1 << 28  # bytes: a corpus up to this size is hashed completely at every start
 SAMPLES, SAMPLE = 16, 1 << 14  # evenly spaced blocks that are hashed of a larger one; their bytes

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from deeploop.utils.disk import foreign
 from deeploop.utils.errors import InputError
+from deeploop.utils.foreign import foreign
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 KINDS = "byte, gpt2, gpt2:DIR, gpt2:VOCAB,MERGES or a path to a tokenizer.json"

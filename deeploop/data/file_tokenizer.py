@@ -21,8 +21,9 @@ from deeploop.data.encoded import (
     reading,
     require,
 )
-from deeploop.utils.disk import read_bytes, read_json, user_path, write_text
+from deeploop.utils.disk import user_path, write_text
 from deeploop.utils.errors import InputError
+from deeploop.utils.foreign import read_bytes, read_json
 
 GPT2_EOT = "<|endoftext|>"
 EOT_NAMES = (GPT2_EOT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from deeploop.data.encoded import clean, require
-from deeploop.utils.disk import brief, foreign, open_regular
 from deeploop.utils.errors import InputError
+from deeploop.utils.foreign import brief, foreign, open_regular
 
 MAX_LINE = 1 << 28  # bytes of one line or one record, which must be parsed whole
 BLOCK = 1 << 20  # bytes per read

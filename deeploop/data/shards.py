@@ -30,8 +30,9 @@ import numpy as np
 from deeploop.data.encoded import MAX_VOCAB
 from deeploop.data.folders import choose_by_name, listed
 from deeploop.data.stream import FileSegment
-from deeploop.utils.disk import atomic_file, exclusive, open_regular, read_json
+from deeploop.utils.disk import atomic_file, exclusive
 from deeploop.utils.errors import InputError
+from deeploop.utils.foreign import open_regular, read_json
 
 HEADER_INTS = 256
 HEADER_BYTES = 4 * HEADER_INTS

@@ -16,8 +16,8 @@ from typing import IO, Protocol
 import numpy as np
 
 from deeploop.data.checksums import file_hash
-from deeploop.utils.disk import open_regular
 from deeploop.utils.errors import InputError
+from deeploop.utils.foreign import open_regular
 
 BLOCK = 1 << 20  # tokens per read where a stream is read from end to end
 HASHED = 1 << 26  # tokens: of a stream up to this length, every token is hashed

@@ -19,8 +19,9 @@ from deeploop.data.shards import shard_dtype
 from deeploop.data.stream import FileSegment
 from deeploop.data.text import encode_to, read_spans
 from deeploop.data.tokenizer import Tokenizer
-from deeploop.utils.disk import cache_folder, disk_errors, exclusive, read_json, write_json
+from deeploop.utils.disk import cache_folder, disk_errors, exclusive, write_json
 from deeploop.utils.errors import InputError
+from deeploop.utils.foreign import read_json
 
 # (phase, done, total); phase is "tokenise", in bytes of source, or "write", in tokens.
 Progress = Callable[[str, int, int], None]

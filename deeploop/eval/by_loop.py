@@ -3,6 +3,7 @@
 Of each held-out target, after t = 1, 2, ... loops:
 
     loss       cross-entropy, nats
+    right      1 where the likeliest token is the target
     entropy    of the distribution p_t of the next token, nats
     change     ||s_t - s_{t-1}|| / ||s_t|| of the residual stream            from t = 2 on
     kl         KL(p_t || p_{t-1}), nats                                      from t = 2 on
@@ -24,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deeploop.data.batches import IGNORE
-from deeploop.data.corpus import Corpus
+from deeploop.data.source import Source
 from deeploop.eval.validate import bits_per_byte, held_out_targets, read_held_out, run_loops
 from deeploop.model.depth.gate import log_exit_distribution
 from deeploop.model.looplm import LoopLM
@@ -37,7 +38,7 @@ QUANTILES = (0.5, 0.7, 0.9)
 
 def measure_by_loop(
     model: LoopLM,
-    corpus: Corpus,
+    corpus: Source,
     loops: int,
     batch: int,
     precision: str,
@@ -50,8 +51,9 @@ def measure_by_loop(
         batch, precision, tokens: as for `deeploop.eval.validate.validate`.
 
     Returns:
-        loss, bits_per_byte (None where the bytes are unknown), entropy, change, kl, switched: a
-            list with a value for each loop, NaN where there is no loop before;
+        loss, bits_per_byte (None where the bytes are unknown), right, entropy, change, kl,
+            switched: a list with a value for each loop, NaN where there is no loop before;
+        exact, for a task: by loop the share of the examples whose answers are all right;
         exits: for each rule its name, mean loops, loss, and share of the tokens that left before
             the last loop;
         gate, for a depth rule with exit probabilities: p by loop, and the expected loop and loss;
@@ -66,6 +68,8 @@ def measure_by_loop(
     means = sums.means(held_out_targets(corpus, tokens))
     of_a_nat = bits_per_byte(1.0, corpus, tokens)
     bits = None if of_a_nat is None else [nats * of_a_nat for nats in means["loss"]]
+    if not corpus.answers:
+        del means["exact"]
     return means | {"bits_per_byte": bits}
 
 
@@ -78,6 +82,7 @@ class LoopSums:
         self.exits: dict[str, Tensor] = {}  # [3]: loops, loss, tokens that left before the last
         self.gate: dict[str, Tensor] = {}
         self.taken: dict[str, Tensor] = {}  # histogram [loops + 1]
+        self.examples: dict[str, Tensor] = {}  # exact [loops], and the number of examples
 
     def add(self, tokens: Tensor, targets: Tensor) -> None:
         """Add the figures of a batch: tokens and targets int64 [B, T]."""
@@ -90,6 +95,10 @@ class LoopSums:
         }
         for name, values in figures.items():
             accumulate(self.by_loop, name, values.double().sum(1))
+        wrong = torch.stack([f["right"] == 0 for f in reader.figures]) & keep
+        asked = keep.any(1)
+        accumulate(self.examples, "exact", (asked & ~wrong.any(2)).double().sum(1))
+        accumulate(self.examples, "count", asked.double().sum())
         leaving = training_free(figures)
         if reader.logits:
             p = log_exit_distribution(torch.stack(reader.logits)[:, keep]).exp()
@@ -107,6 +116,7 @@ class LoopSums:
     def means(self, count: int) -> dict[str, Any]:
         """Return the means over `count` targets, as `measure_by_loop` does."""
         result: dict[str, Any] = {k: (v / count).tolist() for k, v in self.by_loop.items()}
+        result["exact"] = (self.examples["exact"] / self.examples["count"]).tolist()
         means = {name: (v / count).tolist() for name, v in self.exits.items()}
         result["exits"] = [
             {"rule": name, "loops": loops, "loss": loss, "left": left}
@@ -142,7 +152,7 @@ class Reader:
     def read(self, t: int, s: LoopState) -> None:
         """Add the figures after t loops (`run_loops`)."""
         end = self.model.after_loops(s)
-        logit = self.model.depth.logit(end)
+        logit = self.model.depth.exit_logit(end)
         if logit is not None:
             self.logits.append(logit)
         n = self.model.coda_output(end, self.tokens)
@@ -155,7 +165,7 @@ class Reader:
 def next_token_figures(
     n: Tensor, before: Tensor | None, head: Tensor, targets: Tensor, chunk_rows: int | None = None
 ) -> dict[str, Tensor]:
-    """Return loss, entropy, kl and switched of each token; the logits of a chunk are alive at once.
+    """Return loss, right, entropy, kl and switched of each token, with logits of a chunk at once.
 
     Args:
         n: final states [B, T, d_model], any float dtype; the GEMMs run in it.
@@ -175,15 +185,16 @@ def next_token_figures(
         now = log_probabilities(n, w, chunk)
         p = now.exp()
         loss = F.nll_loss(now, target[chunk], ignore_index=IGNORE, reduction="none")
-        entropy = -(p * now).sum(-1)
+        entropy, likeliest = -(p * now).sum(-1), now.argmax(-1)
+        right = (likeliest == target[chunk]).to(loss.dtype)
         kl = switched = torch.full_like(loss, torch.nan)
         if before is not None:
             then = log_probabilities(before, w, chunk)
             kl = (p * (now - then)).sum(-1)
-            switched = (now.argmax(-1) != then.argmax(-1)).to(loss.dtype)
-        chunks.append(torch.stack([loss, entropy, kl, switched]))
-    values = torch.cat(chunks, 1).view(4, *shape)
-    return dict(zip(("loss", "entropy", "kl", "switched"), values, strict=True))
+            switched = (likeliest != then.argmax(-1)).to(loss.dtype)
+        chunks.append(torch.stack([loss, right, entropy, kl, switched]))
+    values = torch.cat(chunks, 1).view(5, *shape)
+    return dict(zip(("loss", "right", "entropy", "kl", "switched"), values, strict=True))
 
 
 def log_probabilities(n: Tensor, w: Tensor, chunk: slice) -> Tensor:

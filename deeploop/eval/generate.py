@@ -14,8 +14,9 @@ from deeploop.model.memory import check_generation
 from deeploop.runs import checkpoint
 from deeploop.runs.folder import read_corpus_file
 from deeploop.utils.device import pick_device
-from deeploop.utils.disk import foreign, read_bytes, user_path
+from deeploop.utils.disk import user_path
 from deeploop.utils.errors import Diverged, InputError
+from deeploop.utils.foreign import foreign, read_bytes
 
 
 def load(run: str, device: str = "cpu") -> LoopLM:

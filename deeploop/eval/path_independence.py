@@ -1,9 +1,9 @@
 """Measure whether the loops end in the same states from different starts.
 
     model.start=noise      n draws of the noise
-    model.start=embedding  the usual start, and n - 1 others: the end state of another sequence in
-                           the place of the state after the first loop, from which the loops from
-                           the second on run again
+    model.start=embedding  the usual start, and n - 1 others: the end states of other sequences
+                           (an input that the first loop does not mix in, as it is its start,
+                           then joins in the second)
 
 The states from each other start are compared with those from the first: of each token the cosine,
 and ||a - b|| over the mean of both norms. Under start=embedding the cosine after many loops is the
@@ -18,10 +18,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
-from deeploop.data.batches import IGNORE, val_batches
-from deeploop.data.corpus import Corpus
+from deeploop.data.batches import IGNORE
+from deeploop.data.source import Source
 from deeploop.eval.validate import held_out_targets, run_loops
 from deeploop.model.looplm import LoopLM
 from deeploop.model.loss import linear_cross_entropy
@@ -35,13 +34,13 @@ class Start(NamedTuple):
     """Where the loops begin."""
 
     draws: Draws = Draws()
-    first: LoopState | None = None  # in the place of the state after the first loop
+    state: LoopState | None = None  # before the first loop; None: as model.start says
 
 
 @torch.no_grad()
 def measure_starts(
     model: LoopLM,
-    corpus: Corpus,
+    corpus: Source,
     loops: Sequence[int],
     starts: int,
     batch: int,
@@ -52,22 +51,21 @@ def measure_starts(
 
     Args:
         model: in eval mode.
-        loops: after which to compare, ascending, but for 1; the streams after each are kept.
+        loops: after which to compare, ascending; the streams after each are kept.
         starts: n, at least 2.
         batch, precision, tokens: as for `deeploop.eval.validate.validate`; the batch is its first.
 
     Returns:
-        loops, from 2 on; cosine and distance, means over tokens and starts by these loops;
-        loss_spread, the largest of the starts' mean losses minus the smallest, nats, by them.
+        loops; cosine and distance, means over tokens and starts by these loops; loss_spread, the
+        largest of the starts' mean losses minus the smallest, nats, by these loops.
 
     Raises:
         InputError: the model or the batch allows no such starts.
     """
     check_starts(model, loops, starts)
-    loops = [t for t in loops if t > 1]
     c, device = model.config, model.head.device
     count = held_out_targets(corpus, tokens)
-    inputs, targets = next(val_batches(corpus.val, batch=batch, seq_len=c.seq_len, targets=count))
+    inputs, targets = next(corpus.held_out(batch, c.seq_len, count))
     inputs, targets = inputs.to(device), targets.to(device)
     with autocast(device, precision):
         make = noise_starts if c.start == "noise" and c.start_std else exchanged_starts
@@ -83,7 +81,7 @@ def measure_starts(
     cosine, distance = torch.stack(compared).mean(0).T.tolist()
     by_start = torch.tensor(losses, dtype=torch.float64)
     spread = (by_start.amax(0) - by_start.amin(0)).tolist()
-    return {"loops": loops, "cosine": cosine, "distance": distance, "loss_spread": spread}
+    return {"loops": list(loops), "cosine": cosine, "distance": distance, "loss_spread": spread}
 
 
 def check_starts(model: LoopLM, loops: Sequence[int], starts: int) -> None:
@@ -114,9 +112,9 @@ def exchanged_starts(model: LoopLM, tokens: Tensor, loops: int, starts: int) -> 
             f"{len(tokens)}; give a larger --batch-size, more --tokens or fewer starts"
         )
     yield Start()
-    end = model.detach(model.run(tokens, range(loops)))._replace(depth=None)
+    end = model.run(tokens, range(loops)).h
     for j in range(1, starts):
-        yield Start(first=tree_map(lambda x, j=j: None if x is None else x.roll(j, 0), end))
+        yield Start(state=LoopState(end.roll(j, 0)))
 
 
 def ends(
@@ -137,8 +135,7 @@ def ends(
             streams.append(s.h[keep])
             losses.append((linear_cross_entropy(n, model.head, targets) / keep.sum()).item())
 
-    done = 0 if start.first is None else 1
-    run_loops(model, tokens, max(loops), read, start.first, done, start.draws)
+    run_loops(model, tokens, max(loops), read, start.state, start.draws)
     return streams, losses
 
 

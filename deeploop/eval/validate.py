@@ -85,7 +85,7 @@ def validate_after(
 
     Args:
         loops: numbers of loops, each at least 1.
-        observe: called with the loops, the final states and the targets of each batch.
+        observe: called with t, the final states and the targets of each batch of this rank.
 
     The others, None and the errors are those of `validate` and `run_loops`.
     """
@@ -114,35 +114,33 @@ def run_loops(
     loops: int,
     read: Callable[[int, LoopState], None],
     state: LoopState | None = None,
-    done: int = 0,
     draws: Draws = Draws(),  # noqa: B008
 ) -> LoopState:
     """Run loops and read the state after each; returns the one after the last.
 
     Args:
         tokens: int64 [B, T].
-        loops: to run, with those that are done; at least one more.
-        read: called with t and the state after t loops, for `LoopLM.after_loops`. Without a
-            `state` it is that of a forward through t loops.
-        state, done: the state after loops that are done (`LoopLM.run`), and their number.
+        loops: to run, at least 1.
+        read: called with t = 1, 2, ... and the state after t loops, for `LoopLM.after_loops`.
+            It is that of a forward through t loops.
+        state: before the first loop; None: as model.start says.
         draws: as for `LoopLM.forward`.
 
     Raises:
         InputError: the depth rule does not run loop by loop.
     """
-    reached = done
+    done = 0
 
     def on_loop(s: LoopState) -> None:
-        nonlocal reached
-        reached += 1
-        read(reached, s._replace(n=None))  # n is normed for the loop after
+        nonlocal done
+        done += 1
+        read(done, s._replace(n=None))  # n is normed for the loop after
 
-    s = model.run(tokens, range(done, loops), state, on_loop=on_loop, draws=draws)
-    if reached != loops:
+    s = model.run(tokens, range(loops), state, on_loop=on_loop, draws=draws)
+    if done != loops:
         raise InputError(
-            f"model.depth={model.config.depth}: gives {reached - done} states for "
-            f"{loops - done} loops, so that there is none to read after each; evaluate it at one "
-            "number of loops"
+            f"model.depth={model.config.depth}: gives {done} states for {loops} loops, so that "
+            "there is none to read after each; evaluate it at one number of loops"
         )
     return s
 

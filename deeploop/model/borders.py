@@ -1,14 +1,16 @@
 """The borders of the loops: the start state, and all that happens between two loops.
 
-e = RMSNorm(e) * gain                               model.input_norm
-s = e, or noise                                     model.start
-for loop in range(R):
-    s = s + sinusoid(loop)                          model.loop_signal
-    s = inject(s, e)                                model.inject
-    s = rule.start_loop(s, e); the K blocks
-    s = RMSNorm(s) * final_gain                     model.loop_norm = each
-s = C s                                             model.readout_map
-s = RMSNorm(s) * final_gain, before the coda        model.loop_norm = last
+    e = RMSNorm(e) * gain                               model.input_norm
+    s = e, or noise                                     model.start
+    for loop in range(R):
+        s = s + sinusoid(loop)                          model.loop_signal
+        s = inject(s, e)                                model.inject
+        s = rule.start_loop(s, e); the K blocks
+        s = RMSNorm(s) * final_gain                     model.loop_norm = each
+    s = C s                                             model.readout_map
+    s = RMSNorm(s) * final_gain, before the coda        model.loop_norm = last
+
+A step is left out where its field is `none` or false.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,7 +25,7 @@ from deeploop.model.injection import injection
 from deeploop.model.loop_signal import LoopModulation, Modulation, sinusoid
 from deeploop.model.noise import truncated_normal
 from deeploop.model.residual import Residual
-from deeploop.model.state import LoopState, Visit
+from deeploop.model.state import LoopInputs, LoopState, Visit
 from deeploop.model.sublayer import Sublayer
 from deeploop.utils.device import autocast_dtype
 from deeploop.utils.errors import InputError
@@ -103,21 +105,22 @@ class LoopBorders(nn.Module):
         """Turn the loops' input e [B, T, d_model] into the summand that loops mix in."""
         return e if self.injection is None else self.injection.prepare(e)
 
-    def start_loop(self, s: LoopState, e: Tensor, x: Tensor, first: Visit) -> LoopState:
+    def start_loop(self, s: LoopState, inputs: LoopInputs, first: Visit) -> LoopState:
         """Mix in the loops' number and input, and norm for the loop's first visit.
 
         Args:
             s: state at the end of the loop before, or the start state.
-            e: the loops' input [B, T, d_model].
-            x: `prepare(e)`.
+            inputs: the loops' input; of all tokens, also where the state has some.
             first: the loop's first visit.
         """
         if self.config.loop_signal == "add":
             assert first.loop is not None
             s = s._replace(h=s.h + sinusoid(first.loop, s.h.shape[-1], like=s.h), n=None)
         if self.injection is not None:
-            s = self.injection(s, x, first, norm=self.rule.norms_input)
-        return self.rule.start_loop(s, e, first)
+            s = self.injection(s, inputs.of(inputs.x), first, norm=self.rule.norms_input)
+        return self.rule.start_loop(
+            s, inputs.of(inputs.e) if self.rule.uses_input else inputs.e, first
+        )
 
     def end_loop(self, s: LoopState, gain: Tensor | None) -> LoopState:
         """Norm the stream itself at the end of a loop, for loop_norm=each; gain [d_model]."""

@@ -25,17 +25,9 @@ from torch import nn
 from deeploop.config import Config
 from deeploop.runs.folder import CONFIG, CORPUS, parse_config, read_config, read_corpus_file
 from deeploop.runs.tensors import REMEDY, read_optimizer, read_weights
-from deeploop.utils.disk import (
-    disk_errors,
-    foreign,
-    open_regular,
-    read_json,
-    sync,
-    unwritable,
-    user_path,
-    usual_mode,
-)
+from deeploop.utils.disk import disk_errors, sync, unwritable, user_path, usual_mode
 from deeploop.utils.errors import InputError
+from deeploop.utils.foreign import foreign, open_regular, read_json
 
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.pt", "state.json"
 

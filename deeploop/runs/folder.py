@@ -14,18 +14,16 @@ from deeploop.config import Config
 from deeploop.config.fields import entries
 from deeploop.data.source import Source
 from deeploop.utils.disk import (
-    brief,
     disk_errors,
     exclusive,
     exclusive_file,
-    read_bytes,
-    read_json,
     sync,
     user_path,
     write_json,
     write_text,
 )
 from deeploop.utils.errors import InputError
+from deeploop.utils.foreign import brief, read_bytes, read_json
 
 CONFIG, CORPUS, LOCK = "config.json", "corpus.json", ".lock"
 UNFINISHED = ".*.tmp"  # files that a killed process left half-written

@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from deeploop.utils.disk import brief, disk_errors, foreign, read_bytes, write_text
+from deeploop.utils.disk import disk_errors, write_text
+from deeploop.utils.foreign import brief, foreign, read_bytes
 from deeploop.utils.strict_json import to_json
 
 METRICS = "metrics.jsonl"
@@ -16,6 +17,7 @@ LISTS = {
     "val_loops": 1,
     "val_loop_losses": 1,
     "val_loop_accuracies": 1,
+    "loop_shares": 1,
     "residual_rms": 1,
     "load_spread": 1,
     "router_overlap": 2,

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from deeploop.config.renames import renamed_weights
-from deeploop.utils.disk import brief, foreign
 from deeploop.utils.errors import InputError
+from deeploop.utils.foreign import brief, foreign
 
 REMEDY = "restore it, or use another checkpoint"
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -11,9 +11,9 @@ from deeploop.config.fields import entries
 from deeploop.data.source import Source
 from deeploop.runs.checkpoint import Checkpoint
 from deeploop.train.parents import Parents
-from deeploop.utils.disk import brief
 from deeploop.utils.distributed import Ranks
 from deeploop.utils.errors import InputError
+from deeploop.utils.foreign import brief
 
 PLACES = {"train.out", "train.device", "data.path"}  # may differ between machines
 

@@ -26,6 +26,7 @@ from deeploop.runs import checkpoint
 from deeploop.runs.metrics_file import MetricsFile
 from deeploop.train.backprop import MicroBatch
 from deeploop.train.finite import first_nonfinite, state_is_finite, stream_is_finite
+from deeploop.train.held_out import held_out_figures, in_words
 from deeploop.train.losses import loss_rule
 from deeploop.train.metrics import StepMetrics, largest_rms
 from deeploop.train.optim import adamw, learning_rate
@@ -34,7 +35,6 @@ from deeploop.train.progress import ProgressBar
 from deeploop.train.step import train_step
 from deeploop.train.stop import stop_signals
 from deeploop.train.throughput import Throughput
-from deeploop.train.validation import HeldOut, validate_run
 from deeploop.utils.console import open_console
 from deeploop.utils.device import autocast, device_name, peak_memory
 from deeploop.utils.disk import write_json
@@ -76,7 +76,8 @@ class Trainer:
         self.done = 0
         self.stopped: list[int] = []  # signals that ask the run to stop, received so far
         self.inputs: Tensor | None = None  # this rank's sequences of the last step, int64 [B, T]
-        self.validated = -1, HeldOut(math.nan, {}, "")  # at which step, and its figures
+        # At which step, to how many nats per target, and all figures of that validation.
+        self.validated: tuple[int, float, dict[str, Any]] = -1, math.nan, {}
         self.nonfinite = torch.zeros((), dtype=torch.bool, device=self.device)
         self.speed = Throughput(config.train.batch_size * config.model.seq_len)
 
@@ -253,16 +254,17 @@ class Trainer:
         """
         self.check_finite()
         with self.speed.paused():
-            held_out = validate_run(
-                self.model, self.config, self.corpus, self.micro, self.ranks, self.stop_validation
+            figures = held_out_figures(
+                self.model, self.corpus, self.config, self.micro, self.ranks, self.stop_validation
             )
-        if held_out is None:
+        if figures is None:
             return
-        self.metrics.write(step=self.done, **held_out.figures)
-        if not math.isfinite(held_out.loss):
+        loss = figures["val_loss"]
+        self.metrics.write(step=self.done, **figures)
+        if not math.isfinite(loss):
             raise self.diverged("held-out loss is not finite at step")
-        self.live.say(f"step {self.done:>6}  held-out loss {held_out.text}")
-        self.validated = self.done, held_out
+        self.live.say(f"step {self.done:>6}  {in_words(figures)}")
+        self.validated = self.done, loss, figures
 
     def stop_validation(self, done: int) -> bool:
         """Show that `done` targets are read; returns whether a signal asks to stop."""
@@ -316,7 +318,7 @@ class Trainer:
         if stopped_by is not None:
             values["stopped_by"] = signal.Signals(stopped_by).name
         else:
-            values |= self.validated[1].figures
+            values |= self.validated[2]
             values["val_tokens"] = held_out_targets(self.corpus, self.config.train.eval_tokens)
         if not self.ranks.is_main:
             return values

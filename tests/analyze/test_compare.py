@@ -31,7 +31,9 @@ def runs(config, tmp_path):
     return folders
 
 
-def test_figures_and_the_fields_that_differ_are_in_one_table(runs, capsys, tmp_path, monkeypatch):
+def test_figures_and_the_fields_that_differ_are_in_one_table(
+    runs, capsys, tmp_path, monkeypatch, pictures
+):
     monkeypatch.chdir(tmp_path)
     assert main(["compare", *runs]) == 0
     said = capsys.readouterr().out
@@ -46,7 +48,7 @@ def test_figures_and_the_fields_that_differ_are_in_one_table(runs, capsys, tmp_p
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_one_run_and_many_are_drawn(runs, capsys, tmp_path):
+def test_one_run_and_many_are_drawn(runs, capsys, tmp_path, pictures):
     for count in (1, 12):
         out = tmp_path / f"{count}.png"
         assert main(["compare", *runs[:1] * count, "--out", str(out)]) == 0

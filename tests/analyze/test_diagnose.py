@@ -46,7 +46,7 @@ def files(folder):
     return {p: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.rglob("*") if p.is_file()}
 
 
-def test_a_run_is_diagnosed_at_initialisation_and_at_each_checkpoint(trained, capsys):
+def test_a_run_is_diagnosed_at_initialisation_and_at_each_checkpoint(trained, capsys, pictures):
     before = files(trained.folder)
     assert main(["diagnose", str(trained.folder), "--probes", "2"]) == 0
     said = capsys.readouterr().out
@@ -213,7 +213,9 @@ def test_p_is_given_for_rules_with_an_exponent_alone(config, quiet, tmp_path):
 
 
 @pytest.mark.parametrize(("loops", "n_layers"), [(1, 1), (2, 12)])
-def test_the_picture_of_one_loop_and_of_many_blocks(loops, n_layers, config, quiet, tmp_path):
+def test_the_picture_of_one_loop_and_of_many_blocks(
+    loops, n_layers, config, quiet, tmp_path, pictures
+):
     """Labels neither on top of each other nor past their panel."""
     config = config.replace("model", loops=loops, n_layers=n_layers)
     readings = diagnose(config.replace("train", out=str(tmp_path / "x")), [], quiet, probes=1)

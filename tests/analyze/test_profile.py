@@ -126,7 +126,7 @@ def test_traced_memory_is_the_counted_memory(config, quiet, tmp_path):
     assert curve[-1][1] == pytest.approx(base, rel=0.05)  # gradients and activations are gone
 
 
-def test_the_command_writes_a_profile_and_no_run(capsys, tmp_path, monkeypatch):
+def test_the_command_writes_a_profile_and_no_run(capsys, tmp_path, monkeypatch, pictures):
     monkeypatch.chdir(tmp_path)
     assert main(["profile", *SMALL]) == 0
     said = capsys.readouterr().out
@@ -222,7 +222,7 @@ def test_two_ranks_profile_together_and_the_first_reports(tmp_path):
     assert figures["tokens_per_second"] == pytest.approx(4 * 16e3 / figures["step_ms"])
 
 
-def test_a_gpus_readings_and_mfu_are_shown(config, quiet, tmp_path):
+def test_a_gpus_readings_and_mfu_are_shown(config, quiet, tmp_path, pictures):
     """A CPU has neither: these are figures as a GPU's profile would have them."""
     trainer = opened(config, quiet)
     with trainer.lock:
@@ -245,7 +245,6 @@ def test_a_gpus_readings_and_mfu_are_shown(config, quiet, tmp_path):
     assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.usefixtures("no_pictures")
 def test_a_profiled_step_has_the_runs_teacher(config, quiet, tmp_path):
     parent = str(tmp_path / "parent")
     open_run(config.replace("train", out=parent, steps=1), quiet).fit()

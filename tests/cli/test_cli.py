@@ -25,12 +25,13 @@ def run(capsys, *arguments):
     return code, printed.out, printed.err
 
 
-def test_train_resume_generate(capsys, tmp_path, corpus_file):
+def test_train_resume_generate(capsys, tmp_path, corpus_file, pictures):
     out = str(tmp_path / "run")
     code, said, _ = run(capsys, "train", "--data", str(corpus_file), "--out", out, *TINY)
     assert code == 0
     for word in ("parameters", "alpha", "unigram", "bigram", "tokens/s", "bits/byte", "sample"):
         assert word in said
+    assert all((tmp_path / "run" / f"{x}.png").stat().st_size > 1000 for x in ("loss", "loops"))
     code, said, _ = run(capsys, "train", "--resume", out, "--steps", "6")
     assert code == 0 and "step      6/6" in said
     assert re.search(r"took     [\d.]+ s, .*GiB peak", said)

@@ -17,8 +17,6 @@ from deeploop.train.parents import find_parents
 from deeploop.train.setup import open_run
 from tests.helpers.data import refused, train_bpe
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
-
 
 @pytest.fixture
 def plain(config, quiet, tmp_path):

@@ -6,8 +6,10 @@ import math
 import pytest
 import torch
 
+from deeploop.config import DataConfig
 from deeploop.config.model import RESIDUALS
 from deeploop.data.corpus import load_corpus
+from deeploop.data.tasks.corpus import open_task
 from deeploop.eval.by_loop import (
     LoopSums,
     leave,
@@ -15,6 +17,7 @@ from deeploop.eval.by_loop import (
     next_token_figures,
     relative_change,
 )
+from deeploop.eval.tasks import Matches
 from deeploop.eval.validate import run_loops, validate, validate_after
 from deeploop.model.depth.base import Depth
 from deeploop.model.looplm import LoopLM
@@ -28,10 +31,13 @@ from tests.helpers.plain_model import (
 )
 from tests.model.test_borders import BORDERS, config_of, tokens
 
+ROUTED = ("expert_choice", "token_choice")
 EVERY = [
     *((residual, {"coda": coda}) for residual in RESIDUALS for coda in (0, 1)),
     *(("pre_norm", borders) for borders in BORDERS.values()),
-    *((residual, {"depth": depth}) for residual in ("post_norm", "loom") for depth in ("act",)),
+    *((residual, {"depth": "act"}) for residual in ("post_norm", "loom")),
+    *(("post_norm", {"depth": depth}) for depth in ROUTED),
+    ("deeploop", {"depth": "fixed_point", "inject": "adapter", "coda": 1}),
     ("deeploop", {"depth": "gate", "loop_norm": "each"}),
     ("loom", {"moe": {"experts": 4, "top_k": 2, "d_expert": 8}}),
     ("loom", {"loom": {"carry": "normalised", "global_source": "readout"}}),
@@ -110,6 +116,7 @@ def plain_figures(model, corpus, loops, count):
         p, best = logs.exp(), logs.argmax(-1)
         rows.append({
             "loss": -logs[:, torch.arange(len(y)), y],
+            "right": (best == y).double(),
             "entropy": -(p * logs).sum(-1),
             "kl": (p[1:] * (logs[1:] - logs[:-1])).sum(-1),
             "switched": (best[1:] != best[:-1]).double(),
@@ -132,6 +139,21 @@ def test_figures_are_their_definitions(corpus, residual, coda):
             assert all(map(math.isnan, result[name][: 5 - len(means)]))
     assert result["bits_per_byte"] == pytest.approx([x / math.log(2) for x in result["loss"]])
     check_exits(result["exits"], wanted)
+
+
+@torch.no_grad()
+def test_an_example_of_a_task_is_exact_where_all_its_answers_are_right():
+    task = open_task(DataConfig(task="addition", difficulty="1", eval_difficulty="1"), 16)
+    torch.manual_seed(0)
+    config = dataclasses.replace(config_of(loops=2), vocab_size=task.vocab_size)
+    model = LoopLM(config).eval()
+    result = measure_by_loop(model, task, 3, 64, "fp32", 300)
+    matches = Matches(model)
+    validate(model, task, 50, "fp32", 300, observe=matches)
+    exact, token = matches.shares()
+    assert result["exact"][1] == pytest.approx(exact) and len(result["exact"]) == 3
+    assert result["right"][1] == pytest.approx(token) and token > 0
+    assert result["bits_per_byte"] is None
 
 
 def check_exits(exits, figures):
@@ -230,6 +252,36 @@ def test_act_says_the_loops_that_each_token_took(corpus):
         model.depth.halt.weight.data.zero_()
         model.depth.halt.bias.data.fill_(bias)
         assert measure_by_loop(model, corpus, 4, 4, "fp32", 62)["loops_taken"]["mean"] == loops
+
+
+@torch.no_grad()
+def test_figures_in_bfloat16_are_near_those_in_float32(corpus):
+    torch.manual_seed(0)
+    model = LoopLM(config_of("deeploop", depth="gate", coda=1)).eval()
+    one, other = (measure_by_loop(model, corpus, 4, 4, p, 60) for p in ("fp32", "bf16"))
+    for name in ("loss", "entropy"):
+        assert other[name] == pytest.approx(one[name], rel=0.01) and other[name] != one[name]
+    assert other["change"][1:] == pytest.approx(one["change"][1:], rel=0.05)
+    assert other["gate"]["p"] == pytest.approx(one["gate"]["p"], abs=0.01)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("depth", ROUTED)
+@pytest.mark.parametrize("loops", [1, 2, 3, 5])
+def test_routed_tokens_take_as_many_loops_as_they_take_part_in(depth, loops):
+    model, x = made("post_norm", depth=depth), tokens()
+    s = run_loops(model, x, loops, lambda t, s: None)
+    taken = model.depth.loops_taken(s)
+    shares = torch.stack([(taken >= t).float().mean() for t in range(1, loops + 1)])
+    torch.testing.assert_close(shares, model.depth.figures(s)["loop_shares"].float())
+    assert taken.max() <= loops and (loops == 1 or len(taken.unique()) > 1)
+
+
+@torch.no_grad()
+def test_a_solver_says_its_evaluations():
+    model, x = made("deeploop", depth="fixed_point", inject="adapter"), tokens()
+    s = run_loops(model, x, 4, lambda t, s: None)
+    assert (model.depth.loops_taken(s) == s.depth.evaluations).all()
 
 
 def test_sums_do_not_depend_on_the_split_into_batches(corpus):

@@ -14,6 +14,7 @@ from deeploop.eval.path_independence import (
 )
 from deeploop.model.looplm import LoopLM
 from deeploop.model.noise import sequence_keys
+from deeploop.model.state import LoopState
 from tests.helpers.data import refused
 from tests.helpers.plain_model import plain_loop, plain_readout, plain_start, scattered
 from tests.model.test_borders import config_of
@@ -49,8 +50,8 @@ def inputs_of(corpus):
 def check(result, model, reached, corpus):
     """Compare figures with those of plain states by start and loop; 4 targets are padding."""
     y, pairs = inputs_of(corpus)[1], [(0, j) for j in range(1, len(reached))]
-    assert result["loops"] == [2, 3]
-    for i in range(2):
+    assert result["loops"] == [1, 2, 3]
+    for i in range(3):
         h = [end[i].h.flatten(0, 1)[:60] for end in reached]
         cosines = [(h[a] * h[b]).sum(-1) / h[a].norm(dim=-1) / h[b].norm(dim=-1) for a, b in pairs]
         distances = [
@@ -74,25 +75,22 @@ def test_noise_is_drawn_anew_for_each_start(corpus):
     for j in range(3):
         e, s = plain_start(model, x, sequence_keys(0, j, range(4)))
         states = [s := plain_loop(model, s, e, t) for t in range(3)]
-        reached.append(states[1:])
+        reached.append(states)
     check(measure(model, corpus), model, reached, corpus)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(("residual", "fields"), [("peri_norm", {"inject": "add"}), ("loom", {})])
 def test_a_sequence_goes_on_from_the_end_states_of_others(corpus, residual, fields):
-    """The input stays its own; LOOM's average over all loops comes with the state."""
+    """The input stays its own; LOOM's averages start anew."""
     model = made(residual, **fields)
     x, _ = inputs_of(corpus)
     e, s = plain_start(model, x)
     states = [s := plain_loop(model, s, e, t) for t in range(3)]
-    reached = [states[1:]]
+    reached = [states]
     for j in (1, 2):
-        memory = states[2].memory
-        if memory is not None:
-            memory = memory._replace(local=None, global_=memory.global_.roll(j, 0))
-        s = states[2]._replace(h=states[2].h.roll(j, 0), memory=memory)
-        reached.append([s := plain_loop(model, s, e, t) for t in (1, 2)])
+        s = LoopState(states[2].h.roll(j, 0))
+        reached.append([s := plain_loop(model, s, e, t) for t in range(3)])
     check(measure(model, corpus), model, reached, corpus)
 
 
@@ -109,14 +107,13 @@ def test_loops_that_forget_their_start_are_path_independent(corpus):
 
 
 @torch.no_grad()
-def test_tokens_that_have_halted_run_again_from_another_state(corpus):
-    model = made("post_norm", depth="act", inject="add")
-    model.depth.halt.bias.fill_(30.0)  # each halts in its first loop
+@pytest.mark.parametrize("depth", ["act", "fixed_point", "expert_choice", "token_choice"])
+def test_tokens_run_anew_from_another_state_under_every_depth_rule(corpus, depth):
+    model = made("post_norm", depth=depth, inject="adapter")
     x, _ = inputs_of(corpus)
     _, other = exchanged_starts(model, x, 3, 2)
-    assert other.first.depth is None
-    (after,), _ = ends(model, x, torch.ones_like(x), [2], other)
-    assert (after - other.first.h.flatten(0, 1)).norm(dim=-1).min() > 0.1
+    (after,), _ = ends(model, x, torch.ones_like(x), [1], other)
+    assert (after - other.state.h.flatten(0, 1)).norm(dim=-1).min() > 0.01
 
 
 @torch.no_grad()
@@ -124,7 +121,7 @@ def test_no_two_starts_are_equal(corpus):
     x, _ = inputs_of(corpus)
     for model, make in ((made(**HUGINN), noise_starts), (made(inject="add"), exchanged_starts)):
         states = [
-            ends(model, x, torch.ones_like(x), [2], start)[0][0] for start in make(model, x, 3, 4)
+            ends(model, x, torch.ones_like(x), [1], start)[0][0] for start in make(model, x, 3, 4)
         ]
         flat = torch.stack([h.flatten() for h in states])
         assert torch.cdist(flat, flat).fill_diagonal_(1).min() > 0.1

@@ -149,7 +149,6 @@ def test_a_step_takes_the_gradient_of_both_terms(config):
     assert all(p.grad is None for p in teacher.parameters())
 
 
-@pytest.mark.usefixtures("no_pictures")
 def test_a_run_with_a_teacher_comes_nearer_to_it_and_resumes_to_the_bit(config, quiet, tmp_path):
     parent = str(tmp_path / "parent")
     open_run(config.replace("train", out=parent), quiet).fit()
@@ -168,7 +167,6 @@ def test_a_run_with_a_teacher_comes_nearer_to_it_and_resumes_to_the_bit(config, 
         assert torch.equal(a, b)
 
 
-@pytest.mark.usefixtures("no_pictures")
 def test_teachers_that_do_not_fit_are_refused(config, quiet, tmp_path, corpus_file):
     parent = str(tmp_path / "parent")
     short = config.replace("train", out=parent, steps=1)

@@ -79,8 +79,8 @@ MUTANTS = [
         "no_norm_of_queries_and_keys",
         "qk_norm has no effect",
         "deeploop/model/attention.py",
-        "if self.qk_norm:",
-        "if not self:",
+        "if self.qk_norm:\n            qk = F",
+        "if not self:\n            qk = F",
         "model/test_looplm.py::test_one_loop_of_the_baseline_is_an_ordinary_pre_norm_gpt",
     ),
     Mutant(
@@ -103,7 +103,7 @@ MUTANTS = [
         "one_cache_slot_a_layer",
         "A later loop writes over the keys and values of an earlier one",
         "deeploop/model/kv/cache.py",
-        "return block + loop * self.n_layers",
+        "return block + (loop or 0) * self.config.n_layers",
         "return block",
         "model/test_looplm.py::test_cache_on_equals_cache_off",
     ),
@@ -289,7 +289,7 @@ MUTANTS = [
         "deeploop/model/depth/act.py",
         "self.mix(t.mean, s.h, t.weight + (1 - t.total))",
         "self.mix(t.mean, s.h, t.weight)",
-        "model/depth/test_act.py::test_act_is_its_definition",
+        "model/depth/test_act.py::test_a_token_that_never_halts_reads_its_last_state_alone",
     ),
     Mutant(
         "act_interpolation_without_parentheses",

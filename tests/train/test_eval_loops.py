@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from deeploop.eval.tasks import task_accuracy
 from deeploop.eval.validate import validate, validate_after
 from deeploop.runs.metrics_file import MetricsFile
 from deeploop.train.setup import open_run
@@ -29,6 +30,19 @@ def test_each_validation_has_the_losses_after_other_loops(config, quiet, tmp_pat
     assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
 
 
+def test_a_task_has_its_exact_matches_after_each(config, quiet, tmp_path):
+    config = config.replace("data", path="", task="addition", difficulty="1", eval_difficulty="1")
+    config = config.replace("train", steps=2, eval_loops="1,2", eval_tokens=60)
+    trainer = open_run(config, quiet)
+    summary = trainer.fit()
+    task, losses = trainer.corpus.task, summary["val_loop_losses"]
+    assert len(losses) == 2 and losses[1] == summary["val_loss"]
+    exact = [task_accuracy(trainer.model, task, 1, n, examples=20).exact for n in (1, 2)]
+    assert summary["val_loop_accuracies"] == pytest.approx(exact)
+    assert summary["val_loop_accuracies"][1] == summary["val_accuracy"]
+    assert "of answers); after loops 1: " in quiet.file.getvalue()
+
+
 def test_a_run_without_them_has_none(config, quiet, tmp_path):
     summary = open_run(config.replace("train", steps=5), quiet).fit()
     lines = MetricsFile(tmp_path / "run", 5, write=False).read()
@@ -41,7 +55,7 @@ def test_a_loss_that_is_not_finite_after_too_many_loops_does_not_end_the_run(
 ):
     trainer = open_run(config.replace("train", steps=5, eval_loops="1,2,9"), quiet)
     monkeypatch.setattr(
-        "deeploop.train.validation.validate_after", lambda *_: {1: 3.0, 2: 2.5, 9: float("inf")}
+        "deeploop.train.held_out.validate_after", lambda *_: {1: 3.0, 2: 2.5, 9: float("inf")}
     )
     assert trainer.fit()["val_loss"] == 2.5
     line = MetricsFile(tmp_path / "run", 5, write=False).read()[-1]

@@ -40,7 +40,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("case", RUNS)
-def test_a_resumed_run_is_the_unbroken_one(case, config, quiet, no_pictures):
+def test_a_resumed_run_is_the_unbroken_one(case, config, quiet):
     model, train = RUNS[case]
     run = config.replace("model", **model).replace(
         "train", **{"steps": 4, "save_every": 2, "eval_every": 0, "eval_tokens": 64} | train

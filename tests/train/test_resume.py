@@ -12,8 +12,6 @@ from deeploop.train.setup import open_run
 from deeploop.utils.errors import InputError
 from tests.helpers.data import refused
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
-
 
 @pytest.fixture
 def short(config):

@@ -18,8 +18,6 @@ from deeploop.train.setup import open_run
 from deeploop.train.trainer import due
 from deeploop.utils.errors import Diverged, InputError
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
-
 
 def weights(folder):
     found = checkpoint.find(str(folder))

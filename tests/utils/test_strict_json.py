@@ -32,7 +32,7 @@ def test_the_files_of_a_run_are_json(name, tmp_path):
     assert read == {"step": 1, "val_loss": None, "residual_rms": [1.0, None]}
 
 
-def test_figures_that_are_null_are_left_out_of_the_plots(tmp_path):
+def test_figures_that_are_null_are_left_out_of_the_plots(tmp_path, pictures):
     trained = {"loss": None, "residual_rms": [1.0, None], "load_spread": [None, 0.1]}
     trained["router_overlap"] = [[1.0, None], [None, 1.0]]
     metrics = [{"step": 1, **trained}, {"step": 1, "val_loss": None}, {"step": 2, **trained}]

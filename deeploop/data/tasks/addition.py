@@ -18,7 +18,7 @@ from deeploop.data.tasks.draw import Draw
 class Addition(NextTokenTask):
     """Two numbers of `difficulty` digits and their sum of difficulty + 1 digits."""
 
-    symbols = (".", "+", "=", *digits(range(10)))
+    symbols = (".", "+", "=", *digits(10))
 
     def places(self, difficulty: int) -> np.ndarray:
         return last(difficulty + 1, 3 * difficulty + 3)

@@ -94,6 +94,6 @@ def last(count: int, length: int) -> np.ndarray:
     return np.arange(1, length) >= length - count
 
 
-def digits(numbers: range) -> tuple[str, ...]:
-    """Return numbers as symbols."""
-    return tuple(map(str, numbers))
+def digits(limit: int) -> tuple[str, ...]:
+    """Return the numbers below a limit as symbols."""
+    return tuple(map(str, range(limit)))

@@ -1,17 +1,19 @@
-"""Reachability by hops: the root that a node leads to. Difficulty: the number of hops to it.
+"""Reachability by hops: the root that each node leads to. Difficulty: the most hops to a root.
 
-    5 2 0 0 7 4 2 0 1 1 4 1 6 4 3 2 ... ? 5 7 6 3            (16 edges, here 8; 2 hops)
-                                          0 1 1 0
+    3>5 0>0 5>5 2>3 4>1 1>0 ? 4 0 3 2 1 5          and at the last six tokens:  0 0 5 5 0 5
+    (16 edges, here 6; 2 hops)
 
-Each of 16 nodes leads to one other, and two roots lead to themselves. The 16 edges "from to" come
-in a drawn order, and the nodes' names are drawn, too. After "?" comes every node that is exactly
-`difficulty` hops away from a root; the answer to a node, predicted at it, is that root. No answer
-is read, so none helps with another.
+Each of 16 nodes leads to one other, a root to itself. The edges are a token each ("3>5": 3 leads to
+5) and come in a drawn order; the nodes' names are drawn, too. They make as many chains of
+`difficulty` hops as there is room for; the nodes that are left are roots. After "?" come all nodes
+in a drawn order; the answer to each, predicted at it, is the root that it leads to. No answer is
+read, so none helps with another.
 
-From each root a chain leads back difficulty - 1 hops, and all nodes that are left lead to the end
-of one of the two chains. The chains are alike: nothing but following one says which root is at its
-end. A model that follows an edge in each loop needs `difficulty` loops, and in any further loop it
-stays at the root.
+All chains are alike: nothing but following one says where it ends. A model that follows an edge in
+each loop needs `difficulty` loops for the beginnings of the chains, and in any further loop every
+node stays at its root. Before that the nodes nearer to a root are right already.
+
+An edge is one token, because a small model takes far longer to learn to read an edge from two.
 """
 
 import numpy as np
@@ -19,32 +21,33 @@ import numpy as np
 from deeploop.data.tasks.base import Example, Task, digits
 from deeploop.data.tasks.draw import Draw
 
-NODES, ROOTS = 16, 2
+NODES = 16
 
 
 class Reach(Task):
-    """The edges of a graph in a drawn order, "?", and the nodes to find the root of."""
+    """The edges of a graph in a drawn order, "?", and all nodes in another: the root of each."""
 
-    symbols = (".", "?", *digits(range(NODES)), *(f"{node}>" for node in range(NODES)))
+    symbols = (".", "?", *digits(NODES), *(f"{a}>{b}" for a in range(NODES) for b in range(NODES)))
 
     def places(self, difficulty: int) -> np.ndarray:
-        asked = NODES - ROOTS * difficulty
-        return np.arange(2 * NODES + 1 + asked) > 2 * NODES
+        return np.arange(2 * NODES + 1) > NODES
 
     def choices(self, difficulty: int) -> int:
-        return ROOTS
+        return chains(difficulty)  # a root that ends none is named only once
 
     def examples(self, draw: Draw, difficulty: int) -> Example:
-        chain = np.arange(ROOTS)[:, None] * difficulty + np.arange(difficulty)  # the root is first
-        asked = np.arange(chain.size, NODES)
-        root_of = draw.below(ROOTS, len(asked))
-        after = np.tile(np.arange(NODES), (draw.n, 1))
-        after[:, chain[:, 1:]] = chain[:, :-1]
-        after[:, asked] = chain[root_of, -1]
-        nodes, order = draw.order(NODES), draw.order(NODES)
-        mark, to, leads = self.ids("?", "0", "0>")
-        edges = np.stack((leads + nodes, to + np.take_along_axis(nodes, after, 1)), 2)
-        edges = np.take_along_axis(edges, order[:, :, None], 1).reshape(draw.n, -1)
-        answers = to + np.take_along_axis(nodes, chain[root_of, 0], 1)
-        question = np.full((draw.n, 1), mark), leads + nodes[:, asked]
-        return np.concatenate((edges, *question), 1), answers
+        # Node c * (difficulty + 1) + k of the graph is k hops away from the root of chain c.
+        chain = np.arange(chains(difficulty) * (difficulty + 1)).reshape(-1, difficulty + 1)
+        after, root = np.arange(NODES), np.arange(NODES)
+        after[chain[:, 1:]], root[chain] = chain[:, :-1], chain[:, :1]
+        names, order, asked = draw.order(NODES), draw.order(NODES), draw.order(NODES)
+        node, edge, mark = self.ids("0", "0>0", "?")
+        edges = np.take_along_axis(edge + names * NODES + names[:, after], order, 1)
+        questions = node + np.take_along_axis(names, asked, 1)
+        answers = node + np.take_along_axis(names[:, root], asked, 1)
+        return np.concatenate((edges, np.full((draw.n, 1), mark), questions), 1), answers
+
+
+def chains(difficulty: int) -> int:
+    """Return how many chains of so many hops the nodes make."""
+    return NODES // (difficulty + 1)

@@ -24,7 +24,7 @@ QUERIES = 4
 class Regression(NextTokenTask):
     """`difficulty` + 4 examples "x = y ;" of one linear function; the last 4 y are answers."""
 
-    symbols = (".", "=", ";", *digits(range(PRIME)))
+    symbols = (".", "=", ";", *digits(PRIME))
 
     def places(self, difficulty: int) -> np.ndarray:
         examples = difficulty + QUERIES

@@ -48,6 +48,8 @@ class Halting(NamedTuple):
 class ACT(Depth):
     """Halt each token by the sum of its halting probabilities."""
 
+    changes_stream = True
+
     def __init__(self, config: ModelConfig):
         super().__init__(config)
         self.halt = nn.Linear(config.d_model, 1)

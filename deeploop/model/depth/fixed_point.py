@@ -138,6 +138,9 @@ class FixedPoint(Depth):
             )
         return after
 
+    def loops_taken(self, s: LoopState) -> Tensor | None:
+        return s.depth.evaluations
+
     def figures(self, s: LoopState) -> dict[str, Tensor]:
         residual, evaluations = s.depth
         figures = {"fixed_point_residual": residual.mean()}

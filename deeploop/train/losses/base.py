@@ -34,7 +34,7 @@ class LoopEnds:
     def add(self, s: LoopState) -> None:
         """Read a state after a loop; an `on_loop` of LoopLM.run."""
         s = self.model.after_loops(s._replace(n=None))
-        logit = self.model.depth.logit(s)
+        logit = self.model.depth.exit_logit(s)
         if logit is not None:
             self.logits.append(logit)
         self.states.append(self.model.coda_output(s, self.tokens))

@@ -86,7 +86,7 @@ def test_rules_are_compared_each_at_its_best_learning_rate():
     assert row.here == "-0.400 (-0.500 to -0.300)" and row.agrees == "yes"
 
 
-def test_printing_trains_nothing_and_draws(tmp_path, capsys):
+def test_printing_trains_nothing_and_draws(tmp_path, capsys, pictures):
     file, png = tmp_path / "runs.json", tmp_path / "map.png"
     results = swept(lambda p, first: 3.0)
     results[f"{papers.looped(0.25, 4, papers.SWEPT[4][0])} --seed 0"] = {

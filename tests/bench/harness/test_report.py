@@ -88,7 +88,7 @@ def test_contenders_without_a_cuda_graph_are_compared_with_their_launches(capsys
     assert "| 2.08 | 1.83 | - | - | 2.34 | **1.83** (compile) |" in capsys.readouterr().out
 
 
-def test_charts_of_the_suites_that_have_records(write, tmp_path):
+def test_charts_of_the_suites_that_have_records(write, tmp_path, pictures):
     old, new = write("old", kernel("pre_norm")), write("new", step(1, 1.0, 1.5), loom(3, full=1.0))
     assert report.main([old, new, "--plots", str(tmp_path / "all")]) == 0
     assert {p.stem for p in (tmp_path / "all").iterdir()} == {"kernels", "roofline", "step", "loom"}

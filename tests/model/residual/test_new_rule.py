@@ -15,8 +15,6 @@ from deeploop.train.setup import open_run
 from deeploop.utils.errors import InputError
 from tests.helpers.plain_model import check_gradients, scattered
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
-
 
 @pytest.fixture
 def ouro(config, monkeypatch):
