@@ -68,7 +68,7 @@ def measure_starts(
     inputs, targets = next(corpus.held_out(batch, c.seq_len, count))
     inputs, targets = inputs.to(device), targets.to(device)
     with autocast(device, precision):
-        make = noise_starts if c.start == "noise" else exchanged_starts
+        make = noise_starts if c.start == "noise" and c.start_std else exchanged_starts
         first: list[Tensor] = []
         compared, losses = [], []
         for start in make(model, inputs, max(loops), starts):

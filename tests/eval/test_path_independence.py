@@ -127,6 +127,12 @@ def test_no_two_starts_are_equal(corpus):
         assert torch.cdist(flat, flat).fill_diagonal_(1).min() > 0.1
 
 
+def test_a_start_of_zeros_is_exchanged_for_end_states(corpus):
+    """Its noise would be the same in every draw."""
+    result = measure(made(start="noise", start_std=0.0, inject="add"), corpus, loops=(2, 3))
+    assert min(result["distance"]) > 1e-3
+
+
 def test_models_and_batches_without_other_starts_are_refused(corpus):
     refused(lambda: measure(made(), corpus), "starts=3", "model.inject")
     refused(lambda: measure(made(inject="add"), corpus, starts=1), "starts=1", "at least 2")

@@ -107,6 +107,23 @@ def test_contractive_injection_contracts_and_starts_as_parcaes():
         assert (injection.decay() <= 1).all() and (injection.decay() >= 0).all()
 
 
+def test_a_readout_map_starts_as_the_identity():
+    torch.manual_seed(0)
+    plain = LoopLM(config_of(coda=1))
+    mapped = LoopLM(config_of(coda=1, readout_map=True))
+    mapped.load_state_dict(plain.state_dict(), strict=False)
+    torch.testing.assert_close(mapped(tokens()), plain(tokens()), rtol=1e-6, atol=1e-6)
+
+
+def test_the_largest_decay_is_logged(config, quiet):
+    trainer = open_run(config.replace("model", inject="contractive"), quiet)
+    trainer.model.borders.injection.log_rate.data[3] = -2.0
+    wanted = trainer.model.borders.injection.decay().max().item()
+    figures = trainer.step(observe=True).figures()
+    trainer.lock.close()
+    assert figures["largest_decay"] == pytest.approx(wanted) and 0.8 < wanted < 1
+
+
 def test_noise_is_a_truncated_normal_of_its_place_alone():
     keys = sequence_keys(seed=3, step=5, rows=range(4))
     whole = truncated_normal(keys, range(64), 256, std=0.5)

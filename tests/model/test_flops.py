@@ -30,7 +30,9 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize("unlooped", [{}, {"prelude": 2, "coda": 1}], ids=["loops", "all"])
+@pytest.mark.parametrize(
+    "unlooped", [{}, {"prelude": 2, "coda": 1, "readout_map": True}], ids=["loops", "all"]
+)
 @pytest.mark.parametrize("residual", ["deeploop", "loom"])
 @pytest.mark.parametrize("plan", PLANS, ids=lambda p: p["backprop"])
 def test_a_dense_step_runs_the_flops_that_torch_counts(plan, residual, unlooped):
