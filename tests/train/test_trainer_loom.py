@@ -118,7 +118,7 @@ def test_the_log_holds_what_looms_figures_show(loom, quiet, tmp_path):
 
 @pytest.mark.parametrize(
     ("plan", "depth"), [("full", "fixed"), ("segments", "fixed"), ("last", "fixed"),
-                        ("segments", "expert_choice")],
+                        ("full", "expert_choice")],
 )  # fmt: skip
 def test_dropped_slots_are_those_that_weigh_nothing(loom, quiet, plan, depth):
     """In every loop and micro-batch, loops without gradient and of some tokens among them."""
