@@ -10,6 +10,9 @@ import pytest
 
 import deeploop
 import deeploop.kernels
+from deeploop.config.depth import DEPTHS
+from deeploop.config.loop_count import LOOP_COUNTS
+from deeploop.config.train import LOSSES
 
 ROOT = Path(deeploop.__file__).parent
 KERNELS = Path(deeploop.kernels.__file__).parent
@@ -93,3 +96,17 @@ def test_every_folder_is_packaged(monkeypatch):
     assert set(given["packages"]) == {".".join(("deeploop", *f.parts)) for f in folders}
     assert given["package_dir"] == {"deeploop.kernels": "kernels"}
     assert given["package_data"] == {"deeploop": ["py.typed"]} and (ROOT / "py.typed").exists()
+
+
+def test_no_shared_file_tests_the_name_of_a_choice():
+    """Depth rules, losses, draws and solvers: a comparison with a name stands in its own file."""
+    depths, losses = set(DEPTHS) - {"fixed", "gate"}, set(LOSSES) - {"last", "each", "gate"}
+    names = depths | losses | set(LOOP_COUNTS) - {"fixed", "set"}
+    for path, name in SOURCES.items():
+        if str(name.parent) in ("config/presets", "model/depth", "train/losses"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Compare):
+                constants = {x.value for x in ast.walk(node) if isinstance(x, ast.Constant)}
+                found = names & {x for x in constants if isinstance(x, str)}
+                assert not found, f"{name}:{node.lineno} tests the name {found}"

@@ -64,8 +64,15 @@ def train(run: str, scratch: str | None = None) -> Result | None:
         steps = [line for line in trainer.metrics.read() if "loss" in line]
         last = {name: steps[-1][name] for name in LAST_STEP if name in steps[-1]}
         losses = [[m["step"], round(m["loss"], 4)] for m in steps]
-        bits = bits_per_byte(trainer.validated[1], trainer.corpus, config.train.eval_tokens)
-        return {"val_bits_per_byte": bits, "losses": losses} | last | about
+        _, loss, figures = trainer.validated
+
+        def bits(nats: float) -> float | None:
+            return bits_per_byte(nats, trainer.corpus, config.train.eval_tokens)
+
+        held_out: Result = {"val_bits_per_byte": bits(loss)}
+        if "val_loop_losses" in figures:
+            held_out["val_loop_bits_per_byte"] = [bits(x) for x in figures["val_loop_losses"]]
+        return held_out | {"losses": losses} | last | about
 
 
 def with_seeds(cases: Iterable[str], seeds: int) -> list[str]:

@@ -69,7 +69,9 @@ def work(model: LoopLM, batch: int) -> Work:
     m = model.config
     passed = PROMPT + NEW - 1
     # A token attends to the tokens before it: half of all pairs of positions.
-    blocks = batch * forward_flops(dataclasses.replace(m, seq_len=passed // 2), m.loops) * passed
+    blocks = (
+        batch * forward_flops(dataclasses.replace(m, seq_len=passed // 2), range(m.loops)) * passed
+    )
     head = batch * 2 * m.vocab_size * m.d_model
     weights = m.loops * m.n_layers * block_weights(m) + m.vocab_size * m.d_model
     return Work(4 * NEW * weights, blocks + NEW * head, batch * NEW)

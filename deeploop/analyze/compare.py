@@ -21,7 +21,8 @@ from deeploop.utils.errors import InputError
 
 # Fields that say where a run is and how often it reports, not what it computes.
 ASIDE = {
-    "preset", "train.out", "train.log_every", "train.eval_every", "train.save_every", "train.keep",
+    "preset", "train.out", "train.log_every", "train.eval_every", "train.eval_loops",
+    "train.save_every", "train.keep",
 }  # fmt: skip
 
 
@@ -75,6 +76,7 @@ def table(runs: Sequence[Run]) -> Table:
         ("steps", lambda r: number(r.last("step"), ",.0f")),
         ("held-out loss, nats/token", lambda r: number(r.last("val_loss"), ".4f")),
         ("held-out bits/byte", lambda r: number(r.last("val_bits_per_byte"), ".4f")),
+        ("held-out accuracy", lambda r: number(r.last("val_accuracy"), ".4f")),
         ("tokens/s", lambda r: number(median(r, "tokens_per_second"), ",.0f")),
         ("parameters", lambda r: number(count_parameters(r.config.model), ",.0f")),
         ("peak memory, GiB", lambda r: number(r.last("memory_gib"), ".2f")),

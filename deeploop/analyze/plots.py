@@ -1,5 +1,6 @@
-"""Draw profile.png and diagnose.png."""
+"""Draw profile.png, diagnose.png and the pictures of `deeploop eval`."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -170,3 +171,53 @@ def _by_visit(axes: Any, readings: list[dict[str, Any]], key: str) -> None:
     axes.set_xlabel("visit")
     log_scale_if_wide(axes)
     integer_ticks(axes.xaxis)
+
+
+def by_loop(figures: dict[str, Any], path: Path) -> None:
+    """Draw loss, change and divergence by loop, and what the model has of exits and starts.
+
+    figures: those of eval's JSON file (`deeploop.analyze.evaluate`).
+    """
+    gate, taken, starts = (figures.get(name) for name in ("gate", "loops_taken", "starts"))
+    extra = [x for x in (gate, taken, starts) if x]
+    figure = Figure(figsize=(5 * (3 + len(extra)), 4), layout="constrained")
+    figure.suptitle(f"{figures['preset']}, step {figures['step']}; dotted: loops in training")
+    loss, change, kl, *more = figure.subplots(1, 3 + len(extra))
+    _curve(loss, figures["loss"], "held-out loss, nats per token")
+    for i, e in enumerate(figures["exits"]):
+        loss.plot(e["loops"], e["loss"], "x", color=f"C{i + 1}", label=e["rule"])
+    loss.legend(title="mean loops and loss at exit", fontsize="x-small")
+    _curve(change, figures["change"], "relative change of the stream", positive=True)
+    _curve(kl, figures["kl"], "KL from the loop before, nats", positive=True)
+    panels = iter(more)
+    if gate:
+        _curve(next(panels), gate["p"], "exit probability of the gate")
+    if taken:
+        axes = next(panels)
+        axes.bar(range(len(taken["shares"])), taken["shares"])
+        axes.set_title("share of the tokens, by loops taken")
+    if starts:
+        axes = next(panels)
+        axes.plot(starts["loops"], starts["cosine"], marker=".", label="cosine")
+        axes.plot(starts["loops"], starts["distance"], marker=".", label="relative distance")
+        axes.set_title(f"states from {starts['starts']} starts")
+        axes.legend(fontsize="small")
+    for axes in (loss, change, kl, *more):
+        axes.axvline(figures["trained_loops"], linestyle=":", linewidth=1, color="grey")
+        axes.set_xlabel("loops")
+        integer_ticks(axes.xaxis)
+    save_figure(figure, path)
+
+
+def _curve(axes: Any, values: list[float], title: str, positive: bool = False) -> None:
+    """Draw the values by loop, from 1 on, that are finite.
+
+    positive: leave out those that are not, too; logarithmic where they differ much.
+    """
+    points = [(t, y) for t, y in enumerate(values, 1)
+              if math.isfinite(y) and (y > 0 or not positive)]  # fmt: skip
+    if points:
+        axes.plot(*zip(*points, strict=True), marker=".", color="C0")
+    if points and positive:
+        log_scale_if_wide(axes)
+    axes.set_title(title)

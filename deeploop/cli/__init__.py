@@ -14,13 +14,14 @@ from deeploop.cli.ranks import is_main_process
 from deeploop.utils.errors import Diverged, InputError
 
 VERBS = (
-    "train", "generate", "data", "profile", "diagnose", "plan", "presets", "compare", "convert",
-    "completion",
+    "train", "generate", "eval", "data", "profile", "diagnose", "plan", "presets", "compare",
+    "convert", "completion",
 )  # fmt: skip
 
 SMALLER = {  # by verb, the remedy where memory has run out
     "train": "lower train.micro_batch, model.seq_len or the model's size",
     "generate": "give fewer samples, tokens or loops",
+    "eval": "give a smaller --batch-size or fewer --loops",
     "diagnose": "give fewer --sequences or a smaller model",
     "data": "give smaller files",
     "compare": "give fewer runs",
@@ -32,6 +33,7 @@ HELP = f"""deeploop {__version__}: train looped Transformers on fused kernels
   deeploop train [PRESET] [options]     train; without options: a small model on
                                         real text, under two minutes on two CPU cores
   deeploop generate RUN --prompt TEXT   continue a text with a trained model
+  deeploop eval RUN --loops 1,2,4..32   held-out loss, change and exits by number of loops
   deeploop data INPUT OUT               tokenise text into shards, once
   deeploop profile [PRESET] [options]   measure a training step's time and memory by component
   deeploop diagnose RUN|PRESET          measure how far the loops' gradients align

@@ -10,7 +10,8 @@ from deeploop.cli.parse import parse
 
 # By verb, the dataclass of its options, in the verb's own module.
 OPTIONS = {
-    "train": "TrainArguments", "generate": "GenerateArguments", "data": "DataArguments",
+    "train": "TrainArguments", "generate": "GenerateArguments", "eval": "EvalArguments",
+    "data": "DataArguments",
     "profile": "ProfileArguments", "diagnose": "DiagnoseArguments", "plan": "PlanArguments",
     "presets": "PresetsArguments", "compare": "CompareArguments",
     "convert": "ConvertArguments", "completion": "CompletionArguments",

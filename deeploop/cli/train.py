@@ -99,15 +99,25 @@ def report(summary: dict[str, Any], trainer: "Trainer", console: "Console", dura
     if summary["sample"] is not None:
         text = "\n".join(printable(summary["sample"]).splitlines())
         say(console, "sample   " + text.replace("\n", "\n" + " " * INDENT))
-    per_byte = trainer.corpus.bytes_per_token
-    unit = "bits/byte" if per_byte else "bits/token"
-    scale = 1 / math.log(2) / (per_byte or 1)
-    floors = ", ".join(f"{name} {nats * scale:.3f}" for name, nats in trainer.floors.items())
-    targets, every = summary["val_tokens"], len(trainer.corpus.val) - 1
-    cut = f" on the first {targets:,} of {every:,} tokens" if targets < every else ""
-    bits = summary["val_bits_per_byte"] if per_byte else summary["val_loss"] * scale
-    held_out = f"{bits:.3f} {unit}{cut}"
-    say(console, f"held out {held_out} (counts alone: {floors})", indent=INDENT)
+    say(console, f"held out {held_out(summary, trainer)}", indent=INDENT)
     rate = summary["tokens_per_second"]
     speed = f"{rate:,.0f} tokens/s, " if rate else ""
     say(console, f"took     {duration}, {speed}{summary['peak_memory_gib']:.2f} GiB peak")
+
+
+def held_out(summary: dict[str, Any], trainer: "Trainer") -> str:
+    """Return the held-out loss, beside that of simple guesses; of a task also the accuracy."""
+    corpus, loss = trainer.corpus, summary["val_loss"]
+    per_byte, floors, figures = corpus.bytes_per_token, trainer.floors, ""
+    if corpus.answers:
+        unit, scale, floor = "nats/answer", 1.0, ""
+        figures = f", accuracy {summary['val_accuracy']:.3f}"
+        figures += f" ({summary['val_token_accuracy']:.3f} of answers)"
+    else:
+        unit, floor = "bits/byte" if per_byte else "bits/token", "counts alone: "
+        scale = 1 / math.log(2) / (per_byte or 1)
+    simple = ", ".join(f"{name} {nats * scale:.3f}" for name, nats in floors.items())
+    targets, every = summary["val_tokens"], corpus.held_out_targets
+    cut = f" on the first {targets:,} of {every:,} tokens" if targets < every else ""
+    value = summary["val_bits_per_byte"] if per_byte else loss * scale
+    return f"{value:.3f} {unit}{figures}{cut} ({floor}{simple})"

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import tyro
 
 from deeploop.config.data import DataConfig
-from deeploop.config.depth import DEPTHS, ActConfig
+from deeploop.config.depth import DEPTHS, ActConfig, MorConfig, SolverConfig
 from deeploop.config.fields import MAY_CHANGE, build, check_fields, replace
 from deeploop.config.model import LoomConfig, ModelConfig, MoEConfig
 from deeploop.config.renames import renamed_fields
@@ -28,6 +28,8 @@ __all__ = [
     "LoomConfig",
     "MoEConfig",
     "ModelConfig",
+    "MorConfig",
+    "SolverConfig",
     "TrainConfig",
 ]
 
@@ -55,6 +57,11 @@ class Config:
             raise InputError(
                 f"model.depth={m.depth}: needs train.backprop={' or '.join(depth.backprops)}, and "
                 f"it is {t.backprop}"
+            )
+        if t.loop_count_per == "sequence" and not depth.per_sequence:
+            raise InputError(
+                f"train.loop_count_per=sequence: model.depth={m.depth} ends each token by itself; "
+                "give batch"
             )
         if LOSSES[t.loss].gate and not depth.gate:
             gates = " or ".join(name for name, choice in DEPTHS.items() if choice.gate)

@@ -37,6 +37,7 @@ NOT_NEGATIVE = Limit(0, "0 or more")
 FRACTION = Limit(0, "at least 0 and less than 1", high=1)
 LOGIT = Limit(-30, "between -30 and 30", high=30)
 SHARE = Limit(0, "from 0 to 1", high=1 + 2**-52)  # 1 included
+POSITIVE_SHARE = Limit(0, "greater than 0 and at most 1", open_low=True, high=1 + 2**-52)
 
 
 def flag(text: str, *aliases: str, choices: Collection[str] = ()) -> Any:

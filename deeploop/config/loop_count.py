@@ -12,9 +12,12 @@ R + 1.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from statistics import NormalDist
 from typing import TYPE_CHECKING
+
+from deeploop.utils.errors import InputError
+from deeploop.utils.foreign import brief
 
 if TYPE_CHECKING:
     from deeploop.config.train import TrainConfig
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 BITS = 2**64 - 1
 STREAMS = {"loops": 1, "progressive": 2}  # numbers of one stream do not depend on another's
 LARGEST_RATE = 500.0  # of one Poisson draw: exp(-rate) must not underflow
+MOST_LISTED = 2**16  # loops in a list of them
 
 
 def loops_of_step(t: "TrainConfig", loops: int, step: int) -> int:
@@ -54,6 +58,49 @@ def loop_set(t: "TrainConfig") -> list[int]:
     if min(listed) < 1:
         raise ValueError("each must be at least 1")
     return listed
+
+
+def listed_loops(text: str, field: str) -> list[int]:
+    """Return the numbers of loops that a text lists, ascending and each once.
+
+        1,2,8        these three
+        1..4         1, 2, 3, 4
+        1,3..8       1, 3, 5, 7: two dots go on by the difference of the two numbers before them
+        1,2,4..32    1, 2, 4, 8, 16, 32: or by the ratio of the three before them, if it is one
+
+    Args:
+        text: the list.
+        field: its name in an error.
+
+    Raises:
+        InputError: it is no such list.
+    """
+    numbers: list[int] = []
+    try:
+        for word in text.split(","):
+            first, dots, end = word.partition("..")
+            numbers.append(int(first))
+            if dots:
+                numbers += _onward(numbers, int(end))
+            if not 1 <= min(numbers) <= max(numbers) <= MOST_LISTED:
+                raise ValueError("out of range")
+    except ValueError:
+        raise InputError(
+            f"{field}={brief(repr(text))}: must be numbers of loops from 1 to {MOST_LISTED}, such "
+            "as 1,2,8 or 1..8 or 1,2,4..32"
+        ) from None
+    return sorted(set(numbers))
+
+
+def _onward(numbers: list[int], end: int) -> Iterator[int]:
+    """Yield the numbers that go on from the last ones up to `end`; ValueError if there are none."""
+    x, y, last = [0, 0, *numbers][-3:]
+    factor = last // y if x and y * y == x * last and last % y == 0 else 1
+    step = last - y if y else 1
+    if not 1 <= last <= end <= MOST_LISTED or step < 1:
+        raise ValueError("does not go on to a larger number")
+    while (last := last * factor if factor > 1 else last + step) <= end:
+        yield last
 
 
 def _fixed(t: "TrainConfig", loops: int, step: int, row: int) -> int:

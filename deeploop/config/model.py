@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple
 
 from deeploop.config import scaling
-from deeploop.config.depth import DEPTHS, ActConfig
+from deeploop.config.depth import DEPTHS, ActConfig, MorConfig, SolverConfig, check_capacities
 from deeploop.config.fields import (
     FRACTION,
     MAY_CHANGE,
@@ -154,6 +154,12 @@ class ModelConfig:
         Literal["none", "each", "last"],
         flag("the final norm also after each loop (Ouro) or after the last, before the coda"),
     ] = "none"
+    input_norm: Annotated[bool, flag("RMSNorm on the loops' input, after the prelude (Parcae)")] = (
+        False
+    )
+    readout_map: Annotated[
+        bool, flag("linear map of the state after the loops, at first the identity (Parcae's C)")
+    ] = False
     loop_signal: Annotated[
         Literal["none", "add", "modulate"],
         flag("the loop's number, added as a sinusoid (UT) or scaling inputs and outputs"),
@@ -185,11 +191,14 @@ class ModelConfig:
     moe: MoEConfig = field(default_factory=MoEConfig)
     loom: LoomConfig = field(default_factory=LoomConfig)
     act: ActConfig = field(default_factory=ActConfig)
+    solver: SolverConfig = field(default_factory=SolverConfig)
+    mor: MorConfig = field(default_factory=MorConfig)
 
     def __post_init__(self) -> None:
         check_fields(self, "model.")
         check_choice("model.residual", self.residual, RESIDUALS)
         check_choice("model.depth", self.depth, DEPTHS)
+        check_capacities(self)
         if self.d_model % self.n_heads or (self.d_model // self.n_heads) % 2:
             raise InputError(
                 f"model.n_heads={self.n_heads}: must divide model.d_model={self.d_model} "

@@ -13,7 +13,7 @@ from deeploop.config.fields import (
     check_fields,
     flag,
 )
-from deeploop.config.loop_count import LOOP_COUNTS, loop_set
+from deeploop.config.loop_count import LOOP_COUNTS, listed_loops, loop_set
 from deeploop.utils.errors import InputError
 
 Recompute = Literal["none", "visit", "loop"]
@@ -183,6 +183,11 @@ class TrainConfig:
         NOT_NEGATIVE,
         MAY_CHANGE,
     ] = 2**20
+    eval_loops: Annotated[
+        str,
+        flag("also validate after these numbers of loops, such as 1,2,8 or 1..8 or 1,2,4..32"),
+        MAY_CHANGE,
+    ] = ""
     save_every: Annotated[
         int, flag("steps between checkpoints; 0: only at the end"), NOT_NEGATIVE, MAY_CHANGE
     ] = 100
@@ -209,6 +214,8 @@ class TrainConfig:
 
     def _check_loops(self) -> None:
         """Refuse a list of loops that is none, and losses that do not go together with a plan."""
+        if self.eval_loops:
+            listed_loops(self.eval_loops, "train.eval_loops")
         if self.loop_count == "set" or self.loop_set:
             try:
                 loop_set(self)

@@ -48,13 +48,13 @@ def train_starts(
     samples = [divmod(first + row, count) for row in picked]
     epoch = np.array([e for e, _ in samples], np.uint64)
     index = np.array([i for _, i in samples], np.uint64)
-    key = _mix(_mix(np.full_like(epoch, seed % (1 << 64)) + _GOLDEN) ^ epoch)
+    key = mix(mix(np.full_like(epoch, seed % (1 << 64)) + _GOLDEN) ^ epoch)
     slack = tokens - 1 - count * seq_len
-    phase = _mix(key ^ _GOLDEN) % np.uint64(slack + 1)
+    phase = mix(key ^ _GOLDEN) % np.uint64(slack + 1)
     return (permute(index, count, key) * np.uint64(seq_len) + phase).astype(np.int64)
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
+def mix(x: np.ndarray) -> np.ndarray:
     """Hash 64-bit integers with the output function of splitmix64, a bijection; uint64 [...]."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -70,13 +70,13 @@ def permute(index: np.ndarray, count: int, key: np.ndarray) -> np.ndarray:
     """
     half = np.uint64(max(1, ((count - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
-    rounds = _mix(key + np.arange(1, 7, dtype=np.uint64)[:, None])
+    rounds = mix(key + np.arange(1, 7, dtype=np.uint64)[:, None])
     out = index.copy()
     active = np.arange(len(index))  # positions whose result is not below count yet
     while len(active):
         left, right = out[active] >> half, out[active] & mask
         for round_key in rounds[:, active]:
-            left, right = right, left ^ (_mix(right ^ round_key) & mask)
+            left, right = right, left ^ (mix(right ^ round_key) & mask)
         out[active] = (left << half) | right
         active = active[out[active] >= count]
     return out

@@ -7,18 +7,23 @@ streams.
 """
 
 import dataclasses
+import math
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from deeploop.data import checksums
+from deeploop.data.batches import train_batch, val_batches, windows_per_epoch
 from deeploop.data.folders import text_files
+from deeploop.data.ngrams import ngram_bits
 from deeploop.data.readers import file_format, text_column
 from deeploop.data.shard_tokenizer import shard_tokenizer
 from deeploop.data.shards import ShardSet, check_hashes, open_shards
+from deeploop.data.source import Pair, Source
 from deeploop.data.stream import ArraySegment, FileSegment, Segment, TokenStream
 from deeploop.data.text import TextSpan, encode_to, split_text
 from deeploop.data.token_cache import Progress, default_cache, tokenise_to_cache
@@ -31,7 +36,7 @@ COUNTED = 1 << 24  # tokens of val whose bytes are counted where meta.json has n
 
 
 @dataclass(frozen=True)
-class Corpus:
+class Corpus(Source):
     """Training and validation tokens, their tokenizer and their size as text.
 
     ``tokenizer`` is None for shards that name none. ``train_bytes`` and ``val_bytes``
@@ -70,6 +75,46 @@ class Corpus:
         every = _count_bytes(self.val, self.tokenizer)
         # Scaled, because a tokenizer that changes the text has other bytes in its tokens.
         return mean * first / every * len(self.val) / tokens if first and every else mean
+
+    def batch(
+        self, *, seed: int, step: int, global_batch: int, seq_len: int, rows: slice | range
+    ) -> Pair:
+        return train_batch(
+            self.train, seed=seed, step=step, global_batch=global_batch, seq_len=seq_len, rows=rows
+        )
+
+    @property
+    def held_out_targets(self) -> int:
+        return len(self.val) - 1
+
+    def held_out(self, batch: int, seq_len: int, targets: int) -> Iterator[Pair]:
+        return val_batches(self.val, batch=batch, seq_len=seq_len, targets=targets)
+
+    def held_out_sequences(self, seq_len: int) -> int:
+        return windows_per_epoch(len(self.val), seq_len) if len(self.val) > seq_len else 0
+
+    def draw_held_out(self, seed: int, count: int, seq_len: int) -> Pair:
+        return train_batch(
+            self.val, seed=seed, step=0, global_batch=count, seq_len=seq_len, rows=range(count)
+        )
+
+    def identity(self) -> dict[str, Any]:
+        """Return token counts, fingerprints and hashes.
+
+        Fingerprints are of samples, hashes of every token of a stream that is not very long.
+        """
+        return {
+            "train_tokens": len(self.train),
+            "val_tokens": len(self.val),
+            "fingerprint": [self.train.fingerprint(), self.val.fingerprint()],
+            "content": [self.train.content(), self.val.content()],
+        }
+
+    def floors(self) -> dict[str, float]:
+        """Return the loss that unigram and bigram counts reach, in nats per held-out token."""
+        unigram, bigram = ngram_bits(self.train, self.val, self.vocab_size)
+        floors = {"unigram": unigram * math.log(2)}
+        return floors if bigram is None else floors | {"bigram": bigram * math.log(2)}
 
     def describe(self) -> str:
         """Return one line for the start of a log: name, tokens, tokenizer, vocabulary."""

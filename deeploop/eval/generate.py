@@ -40,7 +40,12 @@ def load_run_tokenizer(folder: Path, given: str = "") -> Tokenizer:
 
     Raises InputError where it names none and none is given, or where both are not the same.
     """
-    spec = read_corpus_file(folder).get("tokenizer")
+    facts = read_corpus_file(folder)
+    if "task" in facts:
+        raise InputError(
+            f"run {folder}: was trained on the task {facts['task']}, whose ids stand for no text"
+        )
+    spec = facts.get("tokenizer")
     if spec is None and not given:
         raise InputError(
             f"run {folder}: its token shards name no tokenizer, so text cannot be encoded; give "

@@ -6,18 +6,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deeploop.model.kv.cache import KVCache
+from deeploop.model.kv.cache import KVCache, visible
 from deeploop.model.lora import Adapters, adapted
+
+KeysValues = tuple[Tensor, Tensor]  # each [B, heads, T, head_dim], with RoPE
 
 
 class AttentionContext(NamedTuple):
     """Inputs of a visit's attention beside its normalised input."""
 
-    cos: Tensor  # [T, 1, head_dim], for the positions of this input
-    sin: Tensor  # [T, 1, head_dim], first half negated
+    cos: Tensor  # [T, 1, head_dim] or [B, T, 1, head_dim], for the positions of this input
+    sin: Tensor  # as cos, first half negated
     loop: int | None = None  # counted from 0; None outside of the loops
     block: int = 0  # physical block: with the loop, it tells which keys and values to read
     cache: KVCache | None = None
+    valid: Tensor | None = None  # bool [B, T], tokens whose keys others see; None: all
+    kept: list[KeysValues] | None = None  # the keys and values are appended to it
+    first: KeysValues | None = None  # of the first loop, to read in the place of its own
+    mask: Tensor | None = None  # bool [B, 1, T, ...] over them; None: causal, up to their end
 
 
 def rope_tables(seq_len: int, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
@@ -78,6 +84,8 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Map n [B, T, d_model] -> [B, T, d_model], with the adapters of this loop."""
         B, T, d = n.shape
+        if context.first is not None:
+            return self._read(n, context, adapters, *context.first)
         qkv = adapted(self.qkv, n, adapters[0]).view(B, T, 3 * self.n_heads, self.head_dim)
         qk, v = qkv.split((2 * self.n_heads, self.n_heads), dim=2)
         if self.qk_norm:
@@ -86,6 +94,28 @@ class Attention(nn.Module):
         v = v.transpose(1, 2)
         mask = None
         if context.cache is not None:
-            k, v, mask = context.cache.update(context.loop, context.block, k, v)
+            k, v, mask = context.cache.update(context.loop, context.block, k, v, context.valid)
+        elif context.valid is not None:
+            mask = visible(context.valid, T)
+        if context.kept is not None:
+            context.kept.append((k, v))
         f = attend(q, k, v, mask)
         return adapted(self.out, f.transpose(1, 2).reshape(B, T, d), adapters[1])
+
+    def _read(
+        self, n: Tensor, context: AttentionContext, adapters: Adapters, k: Tensor, v: Tensor
+    ) -> Tensor:
+        """Attend to other keys and values [B, heads, n, head_dim], with queries of n alone."""
+        B, T, d = n.shape
+        q = F.linear(n, self.qkv.weight[:d])
+        if adapters[0] is not None:
+            q = q + F.linear(F.linear(n, adapters[0].a), adapters[0].b[:d])
+        q = q.view(B, T, self.n_heads, self.head_dim)
+        if self.qk_norm:
+            q = F.rms_norm(q, (self.head_dim,), eps=self.eps).to(v.dtype)
+        q = rotate(q, context.cos, context.sin).transpose(1, 2)
+        past, mask = k.shape[2] - T, context.mask
+        if mask is None and past and T > 1:
+            mask = torch.ones(T, past + T, dtype=torch.bool, device=q.device).tril(past)
+        f = attend(q, k, v, mask).transpose(1, 2).reshape(B, T, d)
+        return adapted(self.out, f, adapters[1])

@@ -1,17 +1,20 @@
 """The borders of the loops: the start state, and all that happens between two loops.
 
+    e = RMSNorm(e) * gain                               model.input_norm
     s = e, or noise                                     model.start
     for loop in range(R):
         s = s + sinusoid(loop)                          model.loop_signal
         s = inject(s, e)                                model.inject
         s = rule.start_loop(s, e); the K blocks
         s = RMSNorm(s) * final_gain                     model.loop_norm = each
+    s = C s                                             model.readout_map
     s = RMSNorm(s) * final_gain, before the coda        model.loop_norm = last
 
-A step is left out where its field is `none`.
+A step is left out where its field is `none` or false.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
 
 import torch
 import torch.nn.functional as F
@@ -22,14 +25,14 @@ from deeploop.model.injection import injection
 from deeploop.model.loop_signal import LoopModulation, Modulation, sinusoid
 from deeploop.model.noise import truncated_normal
 from deeploop.model.residual import Residual
-from deeploop.model.state import LoopState, Visit
+from deeploop.model.state import LoopInputs, LoopState, Visit
 from deeploop.model.sublayer import Sublayer
 from deeploop.utils.device import autocast_dtype
 from deeploop.utils.errors import InputError
 
 
 class LoopBorders(nn.Module):
-    """Start, injection, norms and signal of the loops, with the weights of the last two."""
+    """Start, injection, norms, signal and readout of the loops, with their weights."""
 
     def __init__(self, config: ModelConfig, rule: Residual):
         super().__init__()
@@ -37,12 +40,25 @@ class LoopBorders(nn.Module):
         self.config, self.rule = config, rule
         self.injection = injection(config)
         self.modulation = LoopModulation(config) if config.loop_signal == "modulate" else None
+        d = config.d_model
+        self.norm_input = nn.RMSNorm(d) if config.input_norm else None
+        self.readout = nn.Linear(d, d, bias=False) if config.readout_map else None
 
     def init_weights(self) -> None:
         """Fill the weights; called after every other initialisation, so that zeros stay zeros."""
         for module in (self.injection, self.modulation):
             if module is not None:
                 module.init_weights()
+        if self.readout is not None:
+            nn.init.eye_(self.readout.weight)
+
+    def undecayed(self) -> Iterable[nn.Parameter]:
+        """Return the weights that weight decay leaves alone, beside gains."""
+        return () if self.readout is None else self.readout.parameters()
+
+    def figures(self) -> dict[str, Tensor]:
+        """Return figures of the weights to log: scalars."""
+        return {} if self.injection is None else self.injection.figures()
 
     @property
     def uses_input(self) -> bool:
@@ -53,7 +69,7 @@ class LoopBorders(nn.Module):
         """Return whether a loop's last visit norms for the visit after it (last: the last loop)."""
         c = self.config
         if last:
-            return c.loop_norm == "none"
+            return c.loop_norm == "none" and not c.readout_map
         changed = self.injection is not None or c.loop_norm == "each" or c.loop_signal == "add"
         return not (changed or self.rule.starts_fresh)
 
@@ -61,6 +77,12 @@ class LoopBorders(nn.Module):
         """Return the factors of each sublayer of the core in a loop; None: no modulation."""
         none = [None] * (2 * self.config.n_layers)
         return none if self.modulation is None else self.modulation(loop)
+
+    def input(self, s: LoopState) -> LoopState:
+        """Norm the loops' input, which is the stream after the prelude, for input_norm."""
+        if self.norm_input is None:
+            return s
+        return self._normed(s, self.norm_input.weight)
 
     def start(self, s: LoopState, position: int, keys: Tensor | None) -> LoopState:
         """Return the state before the first loop.
@@ -83,21 +105,22 @@ class LoopBorders(nn.Module):
         """Turn the loops' input e [B, T, d_model] into the summand that loops mix in."""
         return e if self.injection is None else self.injection.prepare(e)
 
-    def start_loop(self, s: LoopState, e: Tensor, x: Tensor, first: Visit) -> LoopState:
+    def start_loop(self, s: LoopState, inputs: LoopInputs, first: Visit) -> LoopState:
         """Mix in the loops' number and input, and norm for the loop's first visit.
 
         Args:
             s: state at the end of the loop before, or the start state.
-            e: the loops' input [B, T, d_model].
-            x: `prepare(e)`.
+            inputs: the loops' input; of all tokens, also where the state has some.
             first: the loop's first visit.
         """
         if self.config.loop_signal == "add":
             assert first.loop is not None
             s = s._replace(h=s.h + sinusoid(first.loop, s.h.shape[-1], like=s.h), n=None)
         if self.injection is not None:
-            s = self.injection(s, x, first, norm=self.rule.norms_input)
-        return self.rule.start_loop(s, e, first)
+            s = self.injection(s, inputs.of(inputs.x), first, norm=self.rule.norms_input)
+        return self.rule.start_loop(
+            s, inputs.of(inputs.e) if self.rule.uses_input else inputs.e, first
+        )
 
     def end_loop(self, s: LoopState, gain: Tensor | None) -> LoopState:
         """Norm the stream itself at the end of a loop, for loop_norm=each; gain [d_model]."""
@@ -105,6 +128,8 @@ class LoopBorders(nn.Module):
 
     def after_loops(self, s: LoopState, gain: Tensor | None, coda: Sequence[Sublayer]) -> LoopState:
         """Bring the state to the coda or the head; with loop_norm the head takes the stream."""
+        if self.readout is not None:
+            s = s._replace(h=self.readout(s.h).to(s.h.dtype), n=None)
         if self.config.loop_norm == "none":
             if s.n is not None:
                 return s
@@ -152,3 +177,11 @@ def counts_loops(config: ModelConfig, rule: Residual) -> bool:
     routers = bool(c.moe.experts) and c.moe.router_per_loop
     own = routers or bool(c.lora_rank)  # matrices of one loop alone
     return injects or own or c.loop_signal != "none" or rule.counts_loops
+
+
+def number_fields(c: ModelConfig) -> str:
+    """Return the fields by which a loop may depend on its number, with their values."""
+    names = ["residual", "start", "inject", "loop_signal"]
+    names += ["moe.router_per_loop"] if c.moe.experts else []
+    names += ["lora_rank"] if c.lora_rank else []
+    return ", ".join(f"model.{name}={attrgetter(name)(c)}" for name in names)

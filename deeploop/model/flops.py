@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from deeploop.config import Config, ModelConfig
 from deeploop.config.backprop import Segment, segments
+from deeploop.config.depth import key_loops, loop_shares
 from deeploop.config.train import LOSSES
 from deeploop.model.borders import reads_input
 from deeploop.model.lora import adapter_rank
@@ -48,15 +49,25 @@ def dense_block_weights(m: ModelConfig) -> int:
     return 4 * m.d_model * m.d_model + 3 * m.d_model * m.ff_width
 
 
-def forward_flops(m: ModelConfig, loops: int) -> float:
-    """Count the forward FLOPs of one token through some loops, without the head."""
-    return loops * m.n_layers * (2 * block_weights(m) + 4 * m.d_model * m.seq_len)
+def forward_flops(m: ModelConfig, loops: range) -> float:
+    """Count the forward FLOPs of one token through some loops, without the head.
+
+    Where a loop of training runs a share of the tokens, this is the mean over all of them.
+    """
+    total, d = 0.0, m.d_model
+    for loop, share in zip(loops, loop_shares(m, loops), strict=True):
+        own_keys = loop < key_loops(m, loop + 1)
+        rank = adapter_rank(m.lora_rank, 3 * d, d)
+        weights = block_weights(m) - (0 if own_keys else 2 * d * (d + rank))
+        keys = m.seq_len * (share if own_keys else 1)
+        total += share * m.n_layers * (2 * weights + 4 * d * keys)
+    return total
 
 
-def injection_flops(m: ModelConfig, loops: int) -> float:
+def injection_flops(m: ModelConfig, loops: range) -> float:
     """Count the forward FLOPs of one token of the injection's matrix products in some loops."""
     in_each_loop, once = {"adapter": (1, 1), "contractive": (0, 1)}.get(m.inject, (0, 0))
-    return 2 * m.d_model**2 * (in_each_loop * loops + once)
+    return 2 * m.d_model**2 * (in_each_loop * sum(loop_shares(m, loops)) + once)
 
 
 def unlooped_flops(m: ModelConfig, blocks: int) -> float:
@@ -66,7 +77,8 @@ def unlooped_flops(m: ModelConfig, blocks: int) -> float:
 
 def weight_flops(m: ModelConfig) -> float:
     """Count 6 FLOPs of a token for each weight it meets, in every loop; attention left out."""
-    blocks = m.loops * m.n_layers * block_weights(m) + (m.prelude + m.coda) * dense_block_weights(m)
+    loops = sum(loop_shares(m, range(m.loops)))
+    blocks = loops * m.n_layers * block_weights(m) + (m.prelude + m.coda) * dense_block_weights(m)
     return 6 * (m.vocab_size * m.d_model + blocks)
 
 
@@ -87,15 +99,16 @@ def _flops(config: Config, plan: Sequence[Segment]) -> float:
     m, each_loop = config.model, LOSSES[config.train.loss].each_loop
     injects = reads_input(m, residual_rule(m))
     prelude = unlooped_flops(m, m.prelude)
-    loss = 2 * m.vocab_size * m.d_model + unlooped_flops(m, m.coda)
+    readout = 2 * m.d_model**2 if m.readout_map else 0
+    loss = 2 * m.vocab_size * m.d_model + readout + unlooped_flops(m, m.coda)
     total = 0.0
     for s in plan:
         losses = len(s.loops) if each_loop else 1
-        total += forward_flops(m, len(s.no_grad_loops)) + 3 * (
-            forward_flops(m, len(s.loops)) + injection_flops(m, len(s.loops)) + losses * loss
+        total += forward_flops(m, s.no_grad_loops) + 3 * (
+            forward_flops(m, s.loops) + injection_flops(m, s.loops) + losses * loss
         )
         if s.no_grad_loops:
-            total += prelude + injection_flops(m, len(s.no_grad_loops))
+            total += prelude + injection_flops(m, s.no_grad_loops)
         if injects or (s.from_start and not s.no_grad_loops):
             total += 3 * prelude
     return total

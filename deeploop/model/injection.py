@@ -17,6 +17,7 @@ Sources: LOOM, arXiv 2610.01153 (convex); HRM, arXiv 2506.21734 (add); Huginn, a
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,6 +43,14 @@ class Injection(nn.Module):
 
     def init_weights(self) -> None:
         """Fill the weights; here there are none."""
+
+    def undecayed(self) -> Iterable[nn.Parameter]:
+        """Return the weights that weight decay leaves alone, beside gains; here there are none."""
+        return ()
+
+    def figures(self) -> dict[str, Tensor]:
+        """Return figures of the weights to log, scalars; here there are none."""
+        return {}
 
     def prepare(self, e: Tensor) -> Tensor:
         """Turn the loops' input e [B, T, d_model] into the summand of every loop, in its dtype."""
@@ -121,8 +130,7 @@ class Adapter(Injection):
 class Contractive(Injection):
     """contractive: a * s + dt * (B e), with a = exp(-dt exp(A_log)) and dt = softplus(dt_raw).
 
-    Starts as Parcae's: A_log 0, a = sqrt(1/5), B the identity. Parcae's linear map after the
-    loops is left out: the coda's first norm and matrix follow at once.
+    Starts as Parcae's: A_log 0, a = sqrt(1/5), B the identity. None of the three has weight decay.
     """
 
     def __init__(self, config: ModelConfig):
@@ -137,6 +145,12 @@ class Contractive(Injection):
         self.log_rate.zero_()
         step = -math.log(INITIAL_DECAY)
         self.raw_step.fill_(math.log(math.expm1(step)))  # the inverse of softplus
+
+    def undecayed(self) -> Iterable[nn.Parameter]:
+        return self.parameters()
+
+    def figures(self) -> dict[str, Tensor]:
+        return {"largest_decay": self.decay().detach().max()}
 
     def prepare(self, e: Tensor) -> Tensor:
         return (F.softplus(self.raw_step) * F.linear(e, self.linear.weight)).to(e.dtype)

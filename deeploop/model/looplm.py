@@ -164,18 +164,18 @@ class LoopLM(nn.Module):
             s: LoopState, where: tuple[Visit, LoopInputs], on_visit: OnVisit | None
         ) -> LoopState:
             visit, inputs = where
-            return self._visit(s, visit, inputs.rope, cache, on_visit)
+            return self._visit(s, visit, inputs.rope, cache, on_visit, inputs)
 
         def blocks(
             s: LoopState, where: tuple[int, LoopInputs], on_visit: OnVisit | None
         ) -> LoopState:
             loop, inputs = where
-            norm = borders.norms_after(last=loop + 1 == loops.stop)
+            norm = borders.norms_after(loop + 1 == loops.stop) and not self.depth.changes_stream
             gain = gain_after(loop) if norm else None
             prelude, factors = self.config.prelude, borders.factors(loop)
             first, *rest = visits(core[loop], loop, prelude, gain, norm, factors)
             with span("updates"):
-                s = borders.start_loop(s, inputs.e, inputs.x, first)
+                s = borders.start_loop(s, inputs, first)
             for visit in (first, *rest):
                 s = maybe_checkpoint(visit_once, recompute == "visit")(s, (visit, inputs), on_visit)
             return borders.end_loop(s, self.final_gain)
@@ -204,12 +204,12 @@ class LoopLM(nn.Module):
         with span("embedding"):
             e = self.embed(tokens)
             rope = self.rope(tokens, cache, autocast_dtype(e))
-        if state is None or (self.borders.uses_input and self.prelude):
-            start = self._prelude(e, rope, first_gain, cache, on_visit)
+        if state is None or self.borders.uses_input:
+            start = self.borders.input(self._prelude(e, rope, first_gain, cache, on_visit))
             e, position = start.h, 0 if cache is None else cache.length
             if state is None:
                 state = self.borders.start(start, position, draws.keys)
-        return LoopInputs(e, self.borders.prepare(e), rope), state
+        return LoopInputs(e, self.borders.prepare(e), rope, cache is not None), state
 
     def output(
         self,
@@ -244,7 +244,7 @@ class LoopLM(nn.Module):
 
     def detach(self, s: LoopState) -> LoopState:
         """Return the state that crosses a segment boundary, without gradient."""
-        return self.rule.detach(s)._replace(depth=detached(s.depth))
+        return self.rule.detach(s)._replace(depth=detached(s.depth), kv=detached(s.kv))
 
     def _prelude(
         self,
@@ -271,15 +271,37 @@ class LoopLM(nn.Module):
         rope: tuple[Tensor, Tensor],
         cache: KVCache | None,
         on_visit: OnVisit | None,
+        inputs: LoopInputs | None = None,
     ) -> LoopState:
         """Run one visit: the branch, then the residual rule with the following norm."""
+        context = self._context(s, visit, rope, cache, inputs)
         with span(visit.sublayer.kind):
-            f = visit.branch(s.normed, AttentionContext(*rope, visit.loop, visit.block, cache))
+            f = visit.branch(s.normed, context)
         with span("updates"):
             s = self.rule(s.with_routing(f), f, visit)
+        if context.kept:
+            s = s._replace(kv=(*s.kv, *context.kept))
         if on_visit is not None:
             on_visit(visit, s.h)
         return s
+
+    def _context(
+        self,
+        s: LoopState,
+        visit: Visit,
+        rope: tuple[Tensor, Tensor],
+        cache: KVCache | None,
+        inputs: LoopInputs | None,
+    ) -> AttentionContext:
+        """Say which keys and values a visit reads; inputs are None outside of the loops."""
+        context = AttentionContext(*rope, visit.loop, visit.block, cache)
+        if inputs is None or visit.sublayer.kind != "attention":
+            return context
+        if not self.depth.shares_keys:
+            return context._replace(valid=inputs.valid)
+        if visit.loop == 0:
+            return context._replace(kept=[])
+        return context._replace(first=s.kv[visit.block - self.config.prelude], mask=inputs.mask)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embed tokens [B, T] -> [B, T, d_model] float32, of mean square 1 at initialisation."""

@@ -5,14 +5,14 @@ before anything is written. `deeploop.analyze.plan` counts the same bytes exactl
 minutes; the bound is half to nine tenths of them. Of a token's visits these tensors are saved for
 backward, in units of d_model values of the branches' dtype (c bytes; the stream h is float32):
 
-    attention      n, q, k, v, output                            5 c
+    attention      n, q, k, v, output                            5 c; 3 c if k and v are loop 1's
     SwiGLU         n, [gate, up]; not compiled: silu(gate), the product     c + (2 to 4) c ff / d
     experts        n, and by routed expert: [gate, up], output   c + top_k (2 c f / d + c)
     adapters       x A^T of each matrix                          c rank / d
     each update    the new stream                                4
 
 With recompute = visit or loop only h and n at its start are saved, and the tensors above exist
-for one visit or loop at a time.
+for one visit or loop at a time. A loop that takes a share of the tokens saves that share.
 """
 
 import dataclasses
@@ -21,6 +21,7 @@ import torch
 
 from deeploop.config import Config, ModelConfig
 from deeploop.config.backprop import segments
+from deeploop.config.depth import key_loops, loop_shares
 from deeploop.model.flops import (
     adapter_ranks,
     adapter_weights,
@@ -63,12 +64,13 @@ def block_values(m: ModelConfig, dense: bool, compiled: bool) -> tuple[int, int]
         compiled: by torch.compile, which computes some of them again in backward.
     """
     e, products = m.moe, 2 if compiled else 4
+    attention = (5 if dense or key_loops(m, 2) == 2 else 3) * m.d_model
     if dense or not e.experts:
         qkv, out, *others = [0] * 4 if dense else [rank for _, rank in adapter_ranks(m)]
-        return 5 * m.d_model + qkv + out, m.d_model + products * m.ff_width + sum(others)
+        return attention + qkv + out, m.d_model + products * m.ff_width + sum(others)
     width = e.d_expert or m.d_model
     routed = e.top_k * (2 * width + m.d_model)
-    return 5 * m.d_model, m.d_model + routed + products * e.shared * width
+    return attention, m.d_model + routed + products * e.shared * width
 
 
 def saved_bytes(config: Config, branch_bytes: int) -> tuple[int, int]:
@@ -83,8 +85,9 @@ def saved_bytes(config: Config, branch_bytes: int) -> tuple[int, int]:
         what backward has freed before it.
     """
     m, t = config.model, config.train
-    with_gradient = (len(s.loops) for step in range(STEPS) for s in segments(t, m.loops, step))
-    loops = max(with_gradient)
+    with_gradient = (s.loops for step in range(STEPS) for s in segments(t, m.loops, step))
+    shares = max((loop_shares(m, loops) for loops in with_gradient), key=sum)
+    loops, last = sum(shares), shares[-1]
     updates = 2 * STREAM * m.d_model
     unlooped = sum(block_values(m, True, t.compile)) * branch_bytes + updates
     attention, rest = (n * branch_bytes for n in block_values(m, False, t.compile))
@@ -93,10 +96,10 @@ def saved_bytes(config: Config, branch_bytes: int) -> tuple[int, int]:
     outside = m.prelude * unlooped + coda
     if t.recompute == "visit":
         again = max(attention, rest) - branch_bytes * m.d_model
-        return outside + loops * m.n_layers * 2 * start, again - coda
+        return outside + int(loops * m.n_layers * 2 * start), int(last * again) - coda
     if t.recompute == "loop":
-        return outside + loops * start, m.n_layers * core - start - coda
-    return outside + loops * m.n_layers * core, 0
+        return outside + int(loops * start), int(last * (m.n_layers * core - start)) - coda
+    return outside + int(loops * m.n_layers * core), 0
 
 
 def least_training_bytes(config: Config, device: torch.device, sequences: int) -> tuple[int, int]:
@@ -188,13 +191,36 @@ def check_generation(
     """
     loops = loops or m.loops
     weights = STREAM * parameters(m)
-    slots = m.prelude + m.n_layers * loops + m.coda
+    slots = m.prelude + m.n_layers * key_loops(m, loops) + m.coda
     cache = 2 * STREAM * slots * batch * m.d_model * length
     fields, remedy = _model_fields(m), "take a device with more memory"
     if cache > weights:
         fields = f"loops={loops}, num_samples={batch}, {length} tokens at once"
         remedy = "give fewer loops, samples or tokens"
     check_fits(weights + cache, device, f"{fields}: the model and its cache", remedy)
+
+
+def check_evaluation(m: ModelConfig, device: torch.device, batch: int, loops: int) -> None:
+    """Refuse an evaluation by loop that cannot fit in memory; raises InputError.
+
+    Beside the weights it has of each token the stream and the final state of two loops, the
+    values of one branch, five figures of each loop, and of some tokens three rows of logits.
+
+    Args:
+        m: the model.
+        device: device of the evaluation.
+        batch: sequences at once.
+        loops: loops to run.
+    """
+    weights, tokens = STREAM * parameters(m), batch * m.seq_len
+    states = 2 * (STREAM + 2) * m.d_model + 2 * max(block_values(m, False, True))
+    rows = min(tokens, max(1, CHUNK_BYTES[device.type] // (4 * max(1, m.vocab_size))))
+    of_tokens = tokens * (states + 5 * 4 * loops) + 3 * 4 * m.vocab_size * rows
+    fields, remedy = _model_fields(m), "take a device with more memory"
+    if of_tokens > weights:
+        fields = f"loops={loops}, batch_size={batch}, model.seq_len={m.seq_len}"
+        remedy = "give a smaller --batch-size or fewer --loops"
+    check_fits(weights + of_tokens, device, f"{fields}: an evaluation", remedy)
 
 
 def _model_fields(m: ModelConfig) -> str:

@@ -8,9 +8,10 @@ visit ends in one fused kernel: residual rule plus following norm.
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from deeploop.model.attention import AttentionContext
+from deeploop.model.attention import AttentionContext, KeysValues
 from deeploop.model.loop_signal import Modulation
 from deeploop.model.moe.layer import MoE, Routed
 from deeploop.model.sublayer import Sublayer
@@ -55,7 +56,20 @@ class LoopInputs(NamedTuple):
 
     e: Tensor  # [B, T, d_model] the loops' input
     x: Tensor  # [B, T, d_model] the summand made of it (`Injection.prepare`)
-    rope: tuple[Tensor, Tensor]  # cos and sin, [T, 1, head_dim]
+    rope: tuple[Tensor, Tensor]  # cos and sin, [T, 1, head_dim]; of some tokens [B, k, 1, head_dim]
+    cached: bool = False  # whether a cache keeps the keys and values of every loop
+    places: Tensor | None = None  # int64 [B, k], rising: the tokens that the state has; None: all
+    valid: Tensor | None = None  # bool [B, T], tokens whose keys others see; None: all
+    mask: Tensor | None = None  # bool [B, 1, k, T], of the state's tokens over the first loop's
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return the rows of x [B, T, ...] for the tokens that the state has."""
+        return x if self.places is None else take(x, self.places)
+
+    def take(self, places: Tensor) -> "LoopInputs":
+        """Return the inputs for some tokens, int64 [B, k], rising; e and x stay whole (`of`)."""
+        cos, sin = self.rope
+        return self._replace(rope=(cos[places], sin[places]), places=places)
 
 
 class LoopState(NamedTuple):
@@ -67,6 +81,7 @@ class LoopState(NamedTuple):
     router_z: Tensor | None = None  # scalar: sum over MoE visits of mean squared logsumexp
     expert_loads: tuple[Tensor, ...] = ()  # of each MoE visit: int64 [experts]
     depth: Any = None  # tensors of the depth rule, such as ACT's halting sums
+    kv: tuple[KeysValues, ...] = ()  # of the first loop's attention, where later loops read them
 
     @property
     def normed(self) -> Tensor:
@@ -119,6 +134,24 @@ def gain_in(sublayer: Sublayer, modulation: Modulation | None = None) -> Tensor 
     if modulation is None:
         return gain
     return modulation.scale if gain is None else gain * modulation.scale
+
+
+def rows(places: Tensor, length: int) -> Tensor:
+    """Return the rows int64 [B k] of a tensor [B length, ...] of the tokens at places [B, k]."""
+    first = torch.arange(0, len(places) * length, length, device=places.device)
+    return (places + first[:, None]).flatten()
+
+
+def take(x: Tensor, places: Tensor) -> Tensor:
+    """Return the tokens of x [B, T, ...] at places, int64 [B, k]: [B, k, ...]."""
+    taken = x.flatten(0, 1).index_select(0, rows(places, x.shape[1]))
+    return taken.view(*places.shape, *x.shape[2:])
+
+
+def put(x: Tensor, places: Tensor, new: Tensor) -> Tensor:
+    """Return a copy of x [B, T, ...] with new [B, k, ...] at places, int64 [B, k]."""
+    replaced = x.flatten(0, 1).index_copy(0, rows(places, x.shape[1]), new.flatten(0, 1))
+    return replaced.view(x.shape)
 
 
 def gated(f: "Tensor | Routed", gate: Tensor) -> "Tensor | Routed":

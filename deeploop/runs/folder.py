@@ -12,7 +12,7 @@ from typing import Any
 
 from deeploop.config import Config
 from deeploop.config.fields import entries
-from deeploop.data.corpus import Corpus
+from deeploop.data.source import Source
 from deeploop.utils.disk import (
     disk_errors,
     exclusive,
@@ -195,27 +195,12 @@ def read_corpus_file(folder: Path) -> dict[str, Any]:
     return read_json(folder / CORPUS, f"run {folder}: {CORPUS}", types)
 
 
-def corpus_identity(corpus: Corpus) -> dict[str, Any]:
-    """Return token counts, fingerprints and hashes: they differ where two corpora differ.
-
-    Fingerprints are of samples, hashes of every token of a stream that is not very long.
-
-    A resumed run compares them with those of its corpus.json.
-    """
-    return {
-        "train_tokens": len(corpus.train),
-        "val_tokens": len(corpus.val),
-        "fingerprint": [corpus.train.fingerprint(), corpus.val.fingerprint()],
-        "content": [corpus.train.content(), corpus.val.content()],
-    }
-
-
-def write_run_files(folder: Path, config: Config, corpus: Corpus, floors: dict[str, float]) -> None:
+def write_run_files(folder: Path, config: Config, corpus: Source, floors: dict[str, float]) -> None:
     """Write config.json, corpus.json and the tokenizer's files.
 
     config.json is the first: a folder with nothing else can be told to be of this run.
 
-    floors: by name, the nats per held-out token that n-gram counts reach.
+    floors: by name, the nats per held-out token that simple guesses reach.
     """
     write_text(folder / CONFIG, config.to_json())
     with disk_errors(f"run folder {folder}", folder):
@@ -226,7 +211,7 @@ def write_run_files(folder: Path, config: Config, corpus: Corpus, floors: dict[s
             "name": corpus.name,
             "tokenizer": spec,
             "vocab_size": corpus.vocab_size,
-            **corpus_identity(corpus),
+            **corpus.identity(),
             "floors_nats_per_token": floors,
         },
     )

@@ -14,6 +14,10 @@ MOST_BYTES = 2**30
 LISTS = {
     "segment_losses": 1,
     "loop_losses": 1,
+    "val_loops": 1,
+    "val_loop_losses": 1,
+    "val_loop_accuracies": 1,
+    "loop_shares": 1,
     "residual_rms": 1,
     "load_spread": 1,
     "router_overlap": 2,

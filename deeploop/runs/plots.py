@@ -93,28 +93,54 @@ def _segments(axes: Any, metrics: list[dict[str, Any]]) -> None:
 def loops(metrics: list[dict[str, Any]], path: Path) -> None:
     """Plot the RMS of the residual stream at each loop's end, by step.
 
-    With experts, also the spread of their loads by loop and the overlap between loops.
+    Where a run has them, also its training loss after each loop, its held-out loss after
+    train.eval_loops, and with experts the spread of their loads and the overlap between loops.
     """
     lines = [m for m in metrics if "residual_rms" in m]
     if not lines:
         return
+    titles = {
+        "residual_rms": "RMS of the residual stream at a loop's end",
+        "loop_losses": "training loss after a loop, nats per token",
+        "val_loop_losses": "held-out loss after a loop, nats per target",
+        "val_loop_accuracies": "held-out examples right after a loop",
+        "load_spread": "std / mean of the experts' loads",
+    }
+    keys = [key for key in titles if any(key in m for m in metrics)]
     routed = "router_overlap" in lines[-1]
-    figure = Figure(figsize=(16 if routed else 6, 4), layout="constrained")
-    panels = figure.subplots(1, 3 if routed else 1, squeeze=False)[0]
-    _by_loop(panels[0], lines, "residual_rms", "RMS of the residual stream at a loop's end")
+    count = len(keys) + routed
+    figure = Figure(figsize=(6 if count == 1 else 16 / 3 * count, 4), layout="constrained")
+    panels = figure.subplots(1, count, squeeze=False)[0]
+    for axes, key in zip(panels, keys, strict=False):
+        _by_loop(axes, metrics, key, titles[key])
     if routed:
-        _by_loop(panels[1], lines, "load_spread", "std / mean of the experts' loads")
         title = f"cosine of loads between loops, step {lines[-1]['step']}"
-        loop_matrix(panels[2], lines[-1]["router_overlap"], title, 0)
+        loop_matrix(panels[-1], lines[-1]["router_overlap"], title, 0)
     save_figure(figure, path)
 
 
-def _by_loop(axes: Any, lines: list[dict[str, Any]], key: str, title: str) -> None:
-    """Plot the values under `key`, one line per loop, over the steps."""
-    lines, count = _of_one_length(lines, key)
-    steps = [m["step"] for m in lines]
-    family = [Line(i + 1, steps, [m[key][i] for m in lines]) for i in range(count)]
-    shaded_lines(axes, family, "loop")
+def _by_loop(axes: Any, metrics: list[dict[str, Any]], key: str, title: str) -> None:
+    """Plot the values under `key`, one line per loop, over the steps that ran this loop."""
+    points: dict[int, list[tuple[int, float]]] = {}
+    for m in metrics:
+        for loop, value in zip(_loop_numbers(m, key), m.get(key, ()), strict=False):
+            if loop is not None and value is not None:
+                points.setdefault(loop, []).append((m["step"], value))
+    family = [Line(n, *zip(*points[n], strict=True)) for n in sorted(points)]
+    if family:
+        shaded_lines(axes, family, "loop")
     axes.set_title(title)
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _loop_numbers(m: dict[str, Any], key: str) -> Sequence[int | None]:
+    """Return the loops, from 1 on, of the values under `key` in a line of the metrics.
+
+    Losses of a step are of its last segment alone, so of its last loops.
+    """
+    count = len(m.get(key, ()))
+    if key.startswith("val_"):
+        return m.get("val_loops", range(1, count + 1))
+    last = int(m.get("loops") or count)
+    return range(last - count + 1, last + 1)

@@ -38,6 +38,7 @@ class MicroBatch(NamedTuple):
     tokens: Tensor  # int64 [B, T]
     targets: Tensor  # int64 [B, T]
     draws: Draws = Draws()
+    batch_targets: int | None = None  # of the whole batch; None: every token has a target
 
 
 class SegmentResult(NamedTuple):
@@ -47,7 +48,7 @@ class SegmentResult(NamedTuple):
     loss: Tensor  # its share of the batch's mean cross-entropy after the last loop, nats
     z: Tensor | None  # its share of the z-loss term: a mean over tokens, summed over visits
     expert_loads: tuple[Tensor, ...]  # of each MoE visit, those without gradient, too
-    figures: dict[str, Tensor]  # shares of means over the batch's tokens
+    figures: dict[str, Tensor]  # shares of means over the batch's tokens or targets
 
 
 def run_segment(
@@ -77,7 +78,7 @@ def run_segment(
     """
     m, t = config.model, config.train
     tokens, batch_tokens = batch.tokens, t.batch_size * m.seq_len
-    share = tokens.numel() / batch_tokens
+    share, targets = tokens.numel() / batch_tokens, batch.batch_targets or batch_tokens
     state = None if segment.from_start else state
     loss_of, ends = loss_rule(t, teacher), LoopEnds(model, tokens, on_visit)
     loads: tuple[Tensor, ...] = ()
@@ -94,7 +95,7 @@ def run_segment(
             ends.add_last(s)
         with span("loss"):
             terms = loss_of(ends, batch.targets, chunk_rows)
-        total = terms.total / batch_tokens
+        total = terms.total / targets
         z = None if s.router_z is None else s.router_z * share
         if z is not None and m.moe.z_loss:
             total = total + m.moe.z_loss * z
@@ -103,9 +104,10 @@ def run_segment(
             total = total + penalty * share
     with span(f"{name} backward"):
         (total * segment.weight if segment.weight != 1 else total).backward()
-    figures = {k: v.detach() * share for k, v in model.depth.figures(s).items()}
-    figures |= {k: v / batch_tokens for k, v in terms.figures.items()}
+    measured = model.depth.figures(s) | model.borders.figures()
+    figures = {k: v.detach() * share for k, v in measured.items()}
+    figures |= {k: v / targets for k, v in terms.figures.items()}
     return SegmentResult(
-        model.detach(s), terms.loss.detach() / batch_tokens,
+        model.detach(s), terms.loss.detach() / targets,
         None if z is None else z.detach(), loads + s.expert_loads, figures,
     )  # fmt: skip

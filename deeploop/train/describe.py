@@ -1,5 +1,7 @@
 """Describe a run in the lines that its log starts with."""
 
+import operator
+
 from deeploop.config import Config
 from deeploop.config.backprop import optimizer_steps
 from deeploop.config.depth import DEPTHS
@@ -11,10 +13,16 @@ from deeploop.train.parents import describe_parents
 from deeploop.train.trainer import Trainer
 from deeploop.utils.device import device_name
 
-# Fields that one value of another field of their section alone reads.
+# Fields that one value of another field of the model or of training alone reads.
 USED_WITH = {
     "model.start_std": "start=noise",
     "model.adapter_init": "inject=adapter",
+    "model.mor.capacity": "depth=expert_choice",
+    "model.mor.causal": "depth=expert_choice",
+    "model.mor.causal_weight": "depth=expert_choice",
+    "model.mor.score": "depth=token_choice",
+    "model.mor.balance": "depth=token_choice",
+    "model.mor.z_loss": "depth=token_choice",
     "train.backprop_loops": "backprop=segments|last",
     "train.progressive_weight": "backprop=progressive",
     "train.loop_sigma": "loop_count=poisson",
@@ -22,6 +30,8 @@ USED_WITH = {
     "train.exit_weight": "loss=expected|ponder",
     "train.exit_prior": "loss=ponder",
 }
+
+BORDERS = ("start", "input_norm", "inject", "loop_norm", "readout_map", "loop_signal", "depth")
 
 
 def describe(trainer: Trainer) -> list[str]:
@@ -35,7 +45,7 @@ def describe(trainer: Trainer) -> list[str]:
     scale = f", {scales}" if scales else ""
     borders = "".join(
         f", {name.replace('_', ' ')} {value}"
-        for name in ("start", "inject", "loop_norm", "loop_signal", "depth")
+        for name in BORDERS
         if (value := getattr(m, name)) != getattr(type(m)(), name)
     )
     adapters = f", LoRA rank {m.lora_rank} in each loop" if m.lora_rank else ""
@@ -71,8 +81,8 @@ def without_effect(config: Config) -> list[str]:
     }  # fmt: skip
     if not m.moe.experts:
         reasons["moe"] = "model.moe.experts=0"
-    lines = [
-        f"{e.name}={e.value}: no effect with {reason}"
+    lines = {
+        e.name: f"{e.name}={e.value}: no effect with {reason}"
         for name, reason in reasons.items()
         for e, default in zip(
             entries(getattr(m, name), f"model.{name}."),
@@ -80,17 +90,19 @@ def without_effect(config: Config) -> list[str]:
             strict=True,
         )
         if e.value != default.value
-    ]
+    }
     for name, needed in USED_WITH.items():
-        section, _, field = name.partition(".")
-        mine, needed_field, values = getattr(config, section), *needed.split("=")
-        value, other = getattr(mine, field), getattr(mine, needed_field)
-        if value != getattr(type(mine)(), field) and other not in values.split("|"):
-            lines.append(f"{name}={value}: no effect without {section}.{needed}")
-    t = config.train
+        section, _, path = name.partition(".")
+        mine, field, (needed_field, values) = (
+            getattr(config, section), operator.attrgetter(path), needed.split("=")
+        )  # fmt: skip
+        value, other = field(mine), getattr(mine, needed_field)
+        if value != field(type(mine)()) and other not in values.split("|"):
+            lines.setdefault(name, f"{name}={value}: no effect without {section}.{needed}")
+    name, t = "train.teacher_weight", config.train
     if not t.teacher and t.teacher_weight != type(t)().teacher_weight:
-        lines.append(f"train.teacher_weight={t.teacher_weight}: no effect without train.teacher")
-    return lines
+        lines[name] = f"{name}={t.teacher_weight}: no effect without train.teacher"
+    return list(lines.values())
 
 
 def describe_backprop(trainer: Trainer) -> str:

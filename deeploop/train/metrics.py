@@ -84,8 +84,8 @@ class StepMetrics:
         """Note whether any of the values is not finite, without waiting for the device."""
         self.nonfinite |= ~torch.isfinite(values).all()
 
-    def add(self, segment: Segment, result: SegmentResult, n_tokens: int) -> None:
-        """Add a segment's figures of one micro-batch of n_tokens."""
+    def add(self, segment: Segment, result: SegmentResult) -> None:
+        """Add a segment's figures of one micro-batch."""
         end, c = segment.loops.stop, self.config
         first = segment not in self.losses
         self.losses[segment] = result.loss + (0 if first else self.losses[segment])
@@ -100,10 +100,9 @@ class StepMetrics:
             loads = torch.stack(result.expert_loads).view(-1, c.n_layers, c.moe.experts)
             self.loads = padded(self.loads, end, like=loads)
             self.loads[end - len(loads) : end] += loads
-            capacity = self.moe.capacity(n_tokens)
-            if capacity is not None:
-                over = (loads - capacity).clamp_min(0).sum(0)
-                self.dropped = over if self.dropped is None else self.dropped + over
+            over = self.moe.over_capacity(loads)
+            if over is not None:
+                self.dropped = over.sum(0) + (0 if self.dropped is None else self.dropped)
 
     def gather(self, ranks: Ranks) -> None:
         """Sum over the ranks the figures that each has of its share of the batch."""

@@ -9,13 +9,21 @@ from deeploop.config import TrainConfig
 
 
 def adamw(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """Make a fused AdamW that decays matrices and, with `decay_gains`, norm gains."""
+    """Make a fused AdamW that decays matrices and, with `decay_gains`, norm gains.
+
+    What a module's method `undecayed` returns is never decayed.
+    """
     gains = config.weight_decay if config.decay_gains else 0.0
+    kept = {id(p) for module in model.modules() for p in getattr(module, "undecayed", tuple)()}
     parameters = [p for p in model.parameters() if p.requires_grad]
+    others = [p for p in parameters if id(p) not in kept]
     groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": gains},
+        {"params": [p for p in others if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in others if p.dim() < 2], "weight_decay": gains},
     ]
+    if len(others) < len(parameters):
+        undecayed = [p for p in parameters if id(p) in kept]
+        groups.append({"params": undecayed, "weight_decay": 0.0})
     betas = (config.beta1, config.beta2)
     return torch.optim.AdamW(groups, lr=config.lr, betas=betas, fused=True)
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from deeploop.config import Config
-from deeploop.data.corpus import Corpus
+from deeploop.data.source import Source
 from deeploop.data.tokenizer import load_tokenizer
 from deeploop.eval.generate import load_model
 from deeploop.model.looplm import LoopLM
@@ -37,7 +37,7 @@ class Parents(NamedTuple):
         }
 
 
-def find_parents(config: Config, corpus: Corpus, started: bool) -> Parents:
+def find_parents(config: Config, corpus: Source, started: bool) -> Parents:
     """Open the checkpoints that a run learns from.
 
     Args:
@@ -63,7 +63,7 @@ def find_parents(config: Config, corpus: Corpus, started: bool) -> Parents:
     return Parents(init, teacher)
 
 
-def _find(name: str, path: str, corpus: Corpus) -> Checkpoint:
+def _find(name: str, path: str, corpus: Source) -> Checkpoint:
     """Open a checkpoint; raises InputError naming the field."""
     field = f"train.{name}={path!r}"
     try:

@@ -8,9 +8,8 @@ from typing import Any
 
 from deeploop.config import Config
 from deeploop.config.fields import entries
-from deeploop.data.corpus import Corpus
+from deeploop.data.source import Source
 from deeploop.runs.checkpoint import Checkpoint
-from deeploop.runs.folder import corpus_identity
 from deeploop.train.parents import Parents
 from deeploop.utils.distributed import Ranks
 from deeploop.utils.errors import InputError
@@ -24,7 +23,7 @@ class Start:
     """All that a run starts from; `new` is False where it goes on in the checkpoint's folder."""
 
     config: Config
-    corpus: Corpus
+    corpus: Source
     ckpt: Checkpoint | None
     folder: Path
     new: bool
@@ -33,9 +32,7 @@ class Start:
     def facts(self) -> dict[str, Any]:
         """Return by name what must be the same on every rank."""
         fields = {e.name: e.value for e in entries(self.config) if e.name not in PLACES}
-        corpus = {
-            f"the corpus's {name}": value for name, value in corpus_identity(self.corpus).items()
-        }
+        corpus = {f"the corpus's {name}": value for name, value in self.corpus.identity().items()}
         step = 0 if self.ckpt is None else self.ckpt.step
         return fields | corpus | {"the checkpoint's step": step} | self.parents.facts()
 

@@ -1,7 +1,6 @@
 """Make a trainer from a configuration: resolve, check and describe it before step one."""
 
 import contextlib
-import math
 import os
 import shutil
 import sys
@@ -13,8 +12,9 @@ from rich.console import Console
 from deeploop.config import Config
 from deeploop.config.fields import entries
 from deeploop.data.corpus import Corpus, load_corpus
-from deeploop.data.ngrams import ngram_bits
-from deeploop.model.borders import counts_loops, reads_input
+from deeploop.data.source import Source
+from deeploop.data.tasks.corpus import open_task
+from deeploop.model.borders import counts_loops, number_fields, reads_input
 from deeploop.model.memory import check_training
 from deeploop.model.moe.experts import check_strides
 from deeploop.model.residual import residual_rule
@@ -23,7 +23,6 @@ from deeploop.runs.folder import (
     choose_run_folder,
     claim_folder,
     clear_unfinished,
-    corpus_identity,
     difference,
     is_empty,
     lock_run_folder,
@@ -55,7 +54,7 @@ def check_memory(config: Config, ranks: Ranks) -> None:
     check_training(config, rank_device(config, ranks), sequences)
 
 
-def resolve(config: Config, corpus: Corpus, ranks: Ranks) -> Config:
+def resolve(config: Config, corpus: Source, ranks: Ranks) -> Config:
     """Fill in the device, precision and vocabulary that the configuration leaves open."""
     device = rank_device(config, ranks)
     precision = config.train.precision
@@ -97,13 +96,11 @@ def check_draws(config: Config) -> None:
     if config.train.loop_count_per == "sequence" and counts_loops(m, rule):
         raise InputError(
             f"train.loop_count_per=sequence: needs loops that do not depend on their number; "
-            f"give batch, or leave out what does (model.residual={m.residual}, "
-            f"model.start={m.start}, model.inject={m.inject}, model.loop_signal={m.loop_signal}, "
-            f"routers or adapters for each loop)"
+            f"give batch, or leave out what does ({number_fields(m)})"
         )
 
 
-def absolute_paths(config: Config, corpus: Corpus) -> dict[str, str]:
+def absolute_paths(config: Config, corpus: Source) -> dict[str, str]:
     """Return data.path and data.tokenizer as they are valid in any working directory."""
     path, spec = config.data.path, config.data.tokenizer
     if path:
@@ -152,30 +149,30 @@ def check_newest(ckpt: checkpoint.Checkpoint) -> None:
         )
 
 
-def check_same_corpus(corpus: Corpus, ckpt: checkpoint.Checkpoint) -> None:
+def check_same_corpus(corpus: Source, ckpt: checkpoint.Checkpoint) -> None:
     """Refuse to go on with other tokens than the run began with, wherever they lie."""
     before = read_corpus_file(ckpt.described_in)
-    now = corpus_identity(corpus)
+    now = corpus.identity()
     if "content" not in before:  # a run of an older version has fingerprints alone
         del now["content"]
     if any(before.get(name) != value for name, value in now.items()):
+        if corpus.answers:
+            raise InputError(
+                f"task {corpus.name} makes other examples than when the run of {ckpt.path} began, "
+                "in another version; start a new run without --resume"
+            )
+        sizes = f"{before.get('train_tokens')} training tokens then, {now.get('train_tokens')} now"
         raise InputError(
             f"the corpus {corpus.name} changed since the run of {ckpt.path} began, or is read in "
-            f"another way ({before.get('train_tokens')} training tokens then, "
-            f"{now['train_tokens']} now); give the place of the same text as --data, its tokenizer "
+            f"another way ({sizes}); give the place of the same text as --data, its tokenizer "
             "as --data.tokenizer, or start a new run without --resume"
         )
 
 
-def ngram_floors(corpus: Corpus) -> dict[str, float]:
-    """Return the loss that unigram and bigram counts reach, in nats per held-out token."""
-    unigram, bigram = ngram_bits(corpus.train, corpus.val, corpus.vocab_size)
-    floors = {"unigram": unigram * math.log(2)}
-    return floors if bigram is None else floors | {"bigram": bigram * math.log(2)}
-
-
-def read_corpus(config: Config) -> Corpus:
-    """Load the corpus that a configuration names."""
+def read_corpus(config: Config) -> Source:
+    """Load the text or the task that a configuration names."""
+    if config.data.task:
+        return open_task(config.data, config.model.seq_len)
     return load_corpus(
         config.data.path,
         config.data.tokenizer,
@@ -186,9 +183,16 @@ def read_corpus(config: Config) -> Corpus:
     )
 
 
-def open_corpus(config: Config) -> Corpus:
-    """Load the corpus to train on; raises InputError if it is shorter than one sequence."""
+def open_corpus(config: Config) -> Source:
+    """Load the text or task to train on; raises InputError if it is shorter than one sequence."""
     corpus = read_corpus(config)
+    if isinstance(corpus, Corpus):
+        check_lengths(corpus, config)
+    return corpus
+
+
+def check_lengths(corpus: Corpus, config: Config) -> None:
+    """Refuse a text without held-out tokens, or one shorter than a sequence."""
     if not len(corpus.val):
         raise InputError(
             f"data.val_fraction={config.data.val_fraction}: leaves no text to validate on; give a "
@@ -200,7 +204,6 @@ def open_corpus(config: Config) -> Corpus:
             f"one sequence and its target ({config.model.seq_len + 1}); give more text or a "
             "smaller model.seq_len"
         )
-    return corpus
 
 
 def open_run(
@@ -222,7 +225,7 @@ def open_run(
     """
     with contextlib.ExitStack() as lock:
         start = prepare_together(ranks, lambda: prepare(config, console, ckpt, ranks, lock))
-        floors = ngram_floors(start.corpus) if ranks.is_main else {}
+        floors = start.corpus.floors() if ranks.is_main else {}
         trainer = Trainer(start.config, start.corpus, floors, start.folder, console, ranks)
         if start.ckpt is not None and start.ckpt.saved:
             trainer.restore(start.ckpt)

@@ -65,7 +65,7 @@ def train_step(
                     result = run_segment(
                         model, config, segment, batch, states[i], on_visit, chunk_rows, teacher
                     )
-                metrics.add(segment, result, batch.tokens.numel())
+                metrics.add(segment, result)
                 states[i] = result.state
                 del result  # frees the routers' loads before the next segment
             if group is groups[-1]:

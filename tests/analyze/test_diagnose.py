@@ -204,7 +204,7 @@ def test_a_batch_is_no_larger_than_the_held_out_text(config, quiet, tmp_path):
     diagnose(config, [], quiet)
     most = json.loads((tmp_path / "x" / "diagnose.json").read_text())["sequences"]
     assert 1 < most < 1000
-    with pytest.raises(InputError, match=f"sequences={most + 1}: the held-out text has {most} "):
+    with pytest.raises(InputError, match=f"sequences={most + 1}: there are {most} "):
         diagnose(config, [], quiet, sequences=most + 1)
 
 

@@ -9,6 +9,7 @@ import pytest
 from deeploop.config import Config, TrainConfig
 from deeploop.config.backprop import segments
 from deeploop.config.loop_count import (
+    listed_loops,
     loops_of_sequences,
     loops_of_step,
     mean_loops,
@@ -126,3 +127,34 @@ def test_combinations_without_a_meaning_are_refused():
             Config().replace("model", **model).replace("train", **train)
     for drawn, per in itertools.product(("poisson", "fixed"), ("batch", "sequence")):
         Config().replace("train", loop_count=drawn, loop_count_per=per)
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [
+        ("3", [3]),
+        ("8,1,2,2", [1, 2, 8]),
+        ("1..4", [1, 2, 3, 4]),
+        ("1,3..8", [1, 3, 5, 7]),
+        ("1,2..5", [1, 2, 3, 4, 5]),
+        ("1,2,4..32", [1, 2, 4, 8, 16, 32]),
+        ("1,3,9..80", [1, 3, 9, 27]),
+        ("2,3,4..6,12", [2, 3, 4, 5, 6, 12]),
+        ("4..4", [4]),
+    ],
+)
+def test_two_dots_go_on_with_the_numbers_before_them(text, numbers):
+    assert listed_loops(text, "loops") == numbers
+    assert TrainConfig(eval_loops=text).eval_loops == text
+
+
+@pytest.mark.parametrize(
+    "text", ["a", "0", "-1..3", "1,,2", "1..", "..4", "8..4", "3,2..9", "1,1..4", "1...4", "1..1e3",
+             "65537", "1..10000000000000", "9" * 5000],
+)  # fmt: skip
+def test_a_list_of_loops_that_is_none_is_refused(text):
+    with pytest.raises(InputError, match=r"^train\.eval_loops='.* such as 1,2,8") as refused:
+        TrainConfig(eval_loops=text)
+    assert len(str(refused.value)) < 300
+    with pytest.raises(InputError, match=r"^loops=''"):
+        listed_loops("", "loops")

@@ -38,6 +38,20 @@ def test_presets_train_as_the_papers_do(name):
     assert (train.beta1, train.beta2, train.weight_decay, train.clip) == (0.9, 0.95, 0.1, 1.0)
 
 
+def test_parcae_trains_as_released():
+    model, train = preset("parcae-140m").model, preset("parcae-140m").train
+    assert (model.prelude, model.n_layers, model.coda, model.d_model) == (2, 2, 2, 768)
+    assert model.inject == "contractive" and model.input_norm and model.readout_map
+    assert (model.loops, train.backprop, train.backprop_loops) == (8, "last", 4)
+    assert train.loop_count_per == "sequence" and train.batch_size * model.seq_len == 2**19
+
+
+def test_a_deep_equilibrium_model_starts_at_zero_and_solves():
+    model, train = preset("deq-tiny").model, preset("deq-tiny").train
+    assert (model.depth, model.start_std, model.solver.method) == ("fixed_point", 0, "anderson")
+    assert train.backprop == "last" and train.backprop_loops < model.loops
+
+
 def test_unknown_preset_names_the_nearest():
     with pytest.raises(InputError, match=r"'deeploop-tinny'.*deeploop-tiny"):
         preset("deeploop-tinny")

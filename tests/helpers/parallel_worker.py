@@ -71,11 +71,13 @@ def train_one(run: Config, place: Ranks, dtype: torch.dtype) -> dict:
     }
 
 
-def trainer_validation(trainer) -> float:
-    from deeploop.eval.validate import validate
+def trainer_validation(trainer) -> dict:
+    """Held-out losses by loops; those of the model's own number from a pass of their own, too."""
+    from deeploop.eval.validate import validate, validate_after
 
-    t = trainer.config.train
-    return validate(trainer.model, trainer.corpus, 4, t.precision, 256, trainer.ranks)
+    given = 4, trainer.config.train.precision, 256, trainer.ranks
+    losses = validate_after(trainer.model, trainer.corpus, [1, 5], *given)
+    return losses | {0: validate(trainer.model, trainer.corpus, *given)}
 
 
 def train_all(corpus: str, folder: Path, place: Ranks) -> dict:

@@ -18,9 +18,15 @@ BORDERS = {  # a pairwise choice: each value of a field meets most values of the
     "convex, norm": {"inject": "convex", "loop_norm": "each"},
     "Huginn": {
         "start": "noise", "inject": "adapter", "loop_norm": "last", "prelude": 1, "coda": 1,
+        "readout_map": True,
     },
-    "Parcae": {"start": "noise", "inject": "contractive", "loop_signal": "add", "prelude": 1},
-    "adapter, modulated": {"inject": "adapter", "loop_signal": "modulate", "coda": 1},
+    "Parcae": {
+        "start": "noise", "inject": "contractive", "loop_signal": "add", "prelude": 1,
+        "input_norm": True, "readout_map": True,
+    },
+    "adapter, modulated": {
+        "inject": "adapter", "loop_signal": "modulate", "coda": 1, "input_norm": True,
+    },
     "Ouro": {"loop_norm": "each"},
     "modulated": {"loop_signal": "modulate"},
     "noise": {"start": "noise", "inject": "convex", "loop_signal": "modulate"},
@@ -99,6 +105,23 @@ def test_contractive_injection_contracts_and_starts_as_parcaes():
     for size in (-30.0, 0.0, 30.0):
         torch.nn.init.constant_(injection.log_rate, size)
         assert (injection.decay() <= 1).all() and (injection.decay() >= 0).all()
+
+
+def test_a_readout_map_starts_as_the_identity():
+    torch.manual_seed(0)
+    plain = LoopLM(config_of(coda=1))
+    mapped = LoopLM(config_of(coda=1, readout_map=True))
+    mapped.load_state_dict(plain.state_dict(), strict=False)
+    torch.testing.assert_close(mapped(tokens()), plain(tokens()), rtol=1e-6, atol=1e-6)
+
+
+def test_the_largest_decay_is_logged(config, quiet):
+    trainer = open_run(config.replace("model", inject="contractive"), quiet)
+    trainer.model.borders.injection.log_rate.data[3] = -2.0
+    wanted = trainer.model.borders.injection.decay().max().item()
+    figures = trainer.step(observe=True).figures()
+    trainer.lock.close()
+    assert figures["largest_decay"] == pytest.approx(wanted) and 0.8 < wanted < 1
 
 
 def test_noise_is_a_truncated_normal_of_its_place_alone():

@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from deeploop.analyze.plan.hardware import device_of
-from deeploop.config import Config, ModelConfig
+from deeploop.config import Config, ModelConfig, MorConfig
 from deeploop.config.backprop import segments
 from deeploop.config.presets import preset
 from deeploop.model.flops import flops_per_token
@@ -30,7 +30,9 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize("unlooped", [{}, {"prelude": 2, "coda": 1}], ids=["loops", "all"])
+@pytest.mark.parametrize(
+    "unlooped", [{}, {"prelude": 2, "coda": 1, "readout_map": True}], ids=["loops", "all"]
+)
 @pytest.mark.parametrize("residual", ["deeploop", "loom"])
 @pytest.mark.parametrize("plan", PLANS, ids=lambda p: p["backprop"])
 def test_a_dense_step_runs_the_flops_that_torch_counts(plan, residual, unlooped):
@@ -51,3 +53,22 @@ def test_a_dense_step_runs_the_flops_that_torch_counts(plan, residual, unlooped)
 def test_devices_go_by_the_name_that_cuda_gives():
     assert device_of("NVIDIA H200").bandwidth == 4.8e12
     assert device_of("x86_64 CPU, 2 threads") is None
+
+
+@pytest.mark.parametrize("kv", ["selected", "first"])
+def test_loops_of_some_tokens_run_the_flops_that_torch_counts(kv):
+    model = ModelConfig(
+        residual="pre_norm", depth="expert_choice", d_model=64, n_heads=2, loops=3, seq_len=32,
+        vocab_size=96, inject="adapter", coda=1, mor=MorConfig(capacity="1,.5,.25", kv=kv),
+    )  # fmt: skip
+    config = Config(model=model).replace("train", precision="bf16", batch_size=2)
+    lm = LoopLM(config.model)
+    tokens = torch.zeros(2, 32, dtype=torch.int64)
+    (segment,) = segments(config.train, 3)
+    with FlopCounterMode(display=False) as counter:
+        run_segment(lm, config, segment, MicroBatch(tokens, tokens))
+    counted = counter.get_total_flops() / tokens.numel()
+    routers = 3 * 2 * 64 * 3
+    # Of attention under a mask, a kernel of its own, torch counts nothing on a CPU.
+    masked = 3 * (0.5 + 0.25) * 2 * 4 * 64 * 32 if kv == "first" else 0
+    assert counted - routers + masked == flops_per_token(config)

@@ -225,7 +225,7 @@ def test_sequences_of_other_loop_counts_do_not_share_a_loops_adapter(config, qui
     drawn = config.replace("train", loop_count="poisson", loop_count_per="sequence")
     open_run(drawn, quiet)
     adapters = drawn.replace("model", lora_rank=2)
-    refused(lambda: open_run(adapters, quiet), "train.loop_count_per=sequence", "adapters")
+    refused(lambda: open_run(adapters, quiet), "train.loop_count_per=sequence", "model.lora_rank=2")
 
 
 def test_a_run_trains_its_adapters_and_resumes_to_the_bit(config, quiet, tmp_path):

@@ -27,6 +27,9 @@ RUNS = {
     "accumulated": ("deeploop-tiny", {"loops": 2, "n_layers": 2}, {"micro_batch": 2}),
     "adapters": ("gpt2-small-r1-baseline", {"loops": 3, "lora_rank": 16}, {}),
     "loom, segments": ("loom-tiny", {"loops": 3, "prelude": 1}, {"backprop": "segments"}),
+    "loops of some": ("mor-tiny", {"loops": 5, "n_layers": 2}, {}),
+    "of some, recomputed": ("mor-tiny", {"loops": 3}, {"recompute": "loop"}),
+    "masked": ("mor-tiny", {"loops": 3, "depth": "token_choice"}, {"recompute": "visit"}),
 }
 
 
@@ -37,6 +40,14 @@ def shrunk(run):
         config = config.replace("model.moe", experts=8, top_k=2, d_expert=32, shared=1)
     base = {"batch_size": 6, "precision": "fp32", "micro_batch": 0, "backprop": "full"}
     return config.replace("train", **base | {"backprop_loops": 2} | train)
+
+
+def test_the_first_loops_keys_are_bounded_below_too():
+    config = shrunk("loops of some").replace("model.mor", kv="first")
+    real = count(config, Target(DEVICES["h200"], MEASURED, "cpu"), timed=False)
+    bound = sum(least_training_bytes(config, CPU, config.train.batch_size))
+    assert real.memory(config.train.batch_size).peak / 3 < bound
+    assert bound < real.memory(config.train.batch_size).peak
 
 
 @pytest.mark.parametrize("run", RUNS)

@@ -1,5 +1,5 @@
 """The tests are tested: faults of the source, each of which a test must notice."""
 
-from tests.mutants import kernels, models, training
+from tests.mutants import evaluation, kernels, models, training
 
-MUTANTS = [*kernels.MUTANTS, *models.MUTANTS, *training.MUTANTS]
+MUTANTS = [*evaluation.MUTANTS, *kernels.MUTANTS, *models.MUTANTS, *training.MUTANTS]

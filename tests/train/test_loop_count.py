@@ -32,6 +32,10 @@ RUNS = {
     "progressive": ({}, {"backprop": "progressive"}),
     "act": ({"depth": "act", "loop_signal": "add"}, {"loop_count": "poisson"}),
     "expected": ({"depth": "gate"}, {"loss": "expected", "loop_count": "poisson"}),
+    "fixed point": (
+        {"depth": "fixed_point", "inject": "contractive", "loops": 5},
+        {"backprop": "last", "backprop_loops": 2},
+    ),
 }
 
 

@@ -80,6 +80,23 @@ def test_only_matrices_decay():
     assert len(decayed["params"]) + len(kept["params"]) == len(list(model.parameters()))
 
 
+@pytest.mark.parametrize("decay_gains", [False, True])
+def test_parcaes_recurrence_and_readout_never_decay(decay_gains):
+    """A_log, dt, B and C (the released code); no other parameter moves between the groups."""
+    shape = {"d_model": 16, "n_heads": 2, "n_layers": 1, "loops": 1, "vocab_size": 11}
+    model = LoopLM(ModelConfig(**shape, inject="contractive", readout_map=True, input_norm=True))
+    config = TrainConfig(weight_decay=0.3, decay_gains=decay_gains)
+    names = {p: name for name, p in model.named_parameters()}
+    groups = adamw(model, config).param_groups
+    assert [g["weight_decay"] for g in groups] == [0.3, 0.3 * decay_gains, 0]
+    assert {names[p] for p in groups[2]["params"]} == {
+        "borders.injection.log_rate", "borders.injection.raw_step",
+        "borders.injection.linear.weight", "borders.readout.weight",
+    }  # fmt: skip
+    assert "borders.norm_input.weight" in {names[p] for p in groups[1]["params"]}
+    assert sum(len(g["params"]) for g in groups) == len(names)
+
+
 def test_clip_returns_the_norm_before_and_bounds_it_after():
     layer = torch.nn.Linear(3, 3)
     layer.weight.grad = torch.full((3, 3), 2.0)

@@ -116,16 +116,20 @@ def test_the_log_holds_what_looms_figures_show(loom, quiet, tmp_path):
     assert (tmp_path / "run" / "loops.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("plan", ["full", "segments", "last"])
-def test_dropped_slots_are_those_that_weigh_nothing(loom, quiet, plan):
-    """In every loop and micro-batch, the loops without gradient among them."""
+@pytest.mark.parametrize(
+    ("plan", "depth"), [("full", "fixed"), ("segments", "fixed"), ("last", "fixed"),
+                        ("segments", "expert_choice")],
+)  # fmt: skip
+def test_dropped_slots_are_those_that_weigh_nothing(loom, quiet, plan, depth):
+    """In every loop and micro-batch, loops without gradient and of some tokens among them."""
     config = loom.replace("train", backprop=plan).replace("model.moe", capacity_factor=0.75)
+    config = config.replace("model", depth=depth).replace("model.mor", capacity="1,1,.5,.5")
     trainer = open_run(config, quiet)
     moe, seen = experts(trainer), []
-    moe.register_forward_hook(lambda _, __, routed: seen.append((routed.slots < 0).float().mean()))
+    moe.register_forward_hook(lambda _, __, routed: seen.append((routed.slots < 0).flatten()))
     figures = trainer.step(observe=True).figures()
     assert len(seen) == 8  # loops x micro-batches
-    share = torch.stack(seen).mean().item()
+    share = torch.cat(seen).float().mean().item()
     assert share > 0.1 and figures["dropped"] == pytest.approx(share, abs=1e-6)
 
 
@@ -134,6 +138,12 @@ def test_settings_that_nothing_acts_on_are_named(loom, quiet):
     config = config.replace("train", backprop="full")
     names = ["model.loom.decay=0.25", "train.backprop_loops=2"]
     assert [line.partition(":")[0] for line in without_effect(config)] == names
+    config = config.replace("model", depth="token_choice").replace("model.mor", scale=0.1)
+    config = config.replace("model.mor", capacity="1,1,.5,.5")
+    names.insert(1, "model.mor.capacity=1,1,.5,.5")
+    assert [line.partition(":")[0] for line in without_effect(config)] == names
+    fixed = without_effect(config.replace("model", depth="fixed"))
+    assert sum("model.mor.capacity" in line for line in fixed) == 1 and len(fixed) == 4
     said = "\n".join(describe(open_run(config, quiet)))
     assert all(name in said for name in names)
     assert without_effect(loom) == []

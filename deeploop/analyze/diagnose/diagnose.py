@@ -22,8 +22,7 @@ from deeploop.analyze.diagnose.diagnostics import Batch, Measurement, as_figures
 from deeploop.analyze.plan.memory import LiveBytes
 from deeploop.config import Config
 from deeploop.config.fields import MAX_SEED
-from deeploop.data.batches import train_batch, windows_per_epoch
-from deeploop.data.corpus import Corpus
+from deeploop.data.source import Source
 from deeploop.model.looplm import LoopLM
 from deeploop.model.memory import check_diagnosis
 from deeploop.runs import checkpoint
@@ -155,29 +154,28 @@ def states(
         yield 0 if ckpt is None else ckpt.step, model, optimizer
 
 
-def draw_batch(corpus: Corpus, config: Config, size: int, probes: int, seed: int) -> Batch:
+def draw_batch(corpus: Source, config: Config, size: int, probes: int, seed: int) -> Batch:
     """Draw held-out sequences, none twice, by the seed alone; size 0: see `diagnose`."""
     length, t = config.model.seq_len, config.train
-    if len(corpus.val) <= length:
+    most = corpus.held_out_sequences(length)
+    if not most:
+        tokens = corpus.held_out_targets + 1
         raise InputError(
-            f"data.path={config.data.path!r}: {len(corpus.val)} held-out tokens are fewer than "
+            f"data.path={config.data.path!r}: {tokens} held-out tokens are fewer than "
             f"one sequence and its target ({length + 1}); give more text or a larger "
             "data.val_fraction"
         )
-    most = windows_per_epoch(len(corpus.val), length)
     if size > most:
         raise InputError(
-            f"sequences={size}: the held-out text has {most} sequences of {length} tokens; "
+            f"sequences={size}: there are {most} held-out sequences of {length} tokens; "
             "give at most that"
         )
     size = size or min(t.micro_batch or t.batch_size, most)
-    tokens, targets = train_batch(
-        corpus.val, seed=seed, step=0, global_batch=size, seq_len=length, rows=range(size)
-    )
-    return Batch(tokens.to(t.device), targets.to(t.device), probes, seed)
+    inputs, targets = corpus.draw_held_out(seed, size, length)
+    return Batch(inputs.to(t.device), targets.to(t.device), probes, seed)
 
 
-def float32_config(config: Config, corpus: Corpus) -> Config:
+def float32_config(config: Config, corpus: Source) -> Config:
     """Return the run's configuration in float32, not compiled, without megablocks."""
     config = config.replace("train", precision="fp32", compile=False)
     if config.model.moe.backend == "megablocks":

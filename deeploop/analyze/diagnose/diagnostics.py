@@ -32,6 +32,7 @@ from deeploop.analyze.diagnose.per_loop import (
     run_per_loop,
 )
 from deeploop.config import Config, ModelConfig, scaling
+from deeploop.data.batches import IGNORE
 from deeploop.model.looplm import LoopLM
 from deeploop.model.loss import linear_cross_entropy
 from deeploop.model.state import Visit
@@ -52,7 +53,7 @@ class Batch(NamedTuple):
 class Measurement(NamedTuple):
     """Figures of one state, as tensors; groups are 2K branches, then the gains of 2K sublayers."""
 
-    loss: Tensor  # nats per token
+    loss: Tensor  # nats per target
     stream: Tensor  # [R, 2K, 3]: RMS, variance, variance between tokens; see `moments`
     loads: Tensor | None  # int64 [R, K, experts]
     g: Tensor  # float64 [4K, R, R]: Gram matrices of G, by group
@@ -82,7 +83,7 @@ def measure_state(
             stream.append(moments(h.detach()))
 
     s, n = run_per_loop(model, copies.sublayers, batch.tokens, on_visit)
-    loss = linear_cross_entropy(n, model.head, batch.targets) / batch.targets.numel()
+    loss = linear_cross_entropy(n, model.head, batch.targets) / (batch.targets != IGNORE).sum()
     total = loss if s.router_z is None else loss + c.moe.z_loss * s.router_z
     by_group, rest = gradients(total, groups, others)
     g = torch.stack([gram(by_loop) for by_loop in by_group])

@@ -85,7 +85,8 @@ def open_profile(config: Config, steps: Steps, console: Console, ranks: Ranks) -
     # The learning rate is a function of the number of steps.
     config = config.replace("train", steps=steps.total)
     setup.check_memory(config, ranks)
-    corpus = setup.open_corpus(config) if config.data.path else random_corpus(config)
+    named = config.data.path or config.data.task
+    corpus = setup.open_corpus(config) if named else random_corpus(config)
     config = setup.resolve(config, corpus, ranks)
     setup.check_memory(config, ranks)  # the vocabulary is now known
     folder = choose_run_folder(config, "profiles") if ranks.is_main else Path(config.train.out)

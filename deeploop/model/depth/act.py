@@ -48,6 +48,8 @@ class Halting(NamedTuple):
 class ACT(Depth):
     """Halt each token by the sum of its halting probabilities."""
 
+    changes_stream = True
+
     def __init__(self, config: ModelConfig):
         super().__init__(config)
         self.halt = nn.Linear(config.d_model, 1)
@@ -106,6 +108,9 @@ class ACT(Depth):
     def penalty(self, s: LoopState) -> Tensor | None:
         tau = self.config.act.ponder_weight
         return tau * self.ponder(s).mean() if tau else None
+
+    def loops_taken(self, s: LoopState) -> Tensor:
+        return s.depth.loops
 
     def figures(self, s: LoopState) -> dict[str, Tensor]:
         return {"act_loops": s.depth.loops.mean()}

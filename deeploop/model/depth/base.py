@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,11 @@ class Depth(nn.Module):
 
     A subclass overrides what differs: `loop` for one loop, `run` for all of them, `readout` for
     the state that the coda and the head read. Its tensors travel in `LoopState.depth`, each
-    [B, T, ...].
+    [B, T, ...] or a sum over tokens.
     """
+
+    changes_stream = False  # True if it changes the stream after a loop: no norm is taken there
+    shares_keys = False  # True if later loops read the first loop's keys and values
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -65,12 +68,33 @@ class Depth(nn.Module):
         """Return the state that the coda and the head read after the last loop."""
         return s
 
+    def exit_logit(self, s: LoopState) -> Tensor | None:
+        """Return the logit of leaving after a loop; None for a rule that gives none.
+
+        Args:
+            s: state after the loop, as the coda or the head reads it.
+
+        Returns:
+            float32 [B, T] (`deeploop.model.depth.gate.log_exit_distribution`), or None.
+        """
+        return None
+
+    def loops_taken(self, s: LoopState) -> Tensor | None:
+        """Return the loops that changed each token [B, T]; None where all change every one.
+
+        s: state after the last loop that was run.
+        """
+        return None
+
     def penalty(self, s: LoopState) -> Tensor | None:
         """Return what the rule adds to the loss: a scalar, weighted, its mean over tokens."""
         return None
 
     def figures(self, s: LoopState) -> dict[str, Tensor]:
-        """Return figures to log of the state after the last loop: scalars, means over tokens."""
+        """Return figures to log of the state after the last loop: means over tokens.
+
+        Scalars, or [loops] (then named in `deeploop.runs.metrics_file.LISTS`).
+        """
         return {}
 
 
@@ -110,6 +134,6 @@ def start_later(
     return after if first_loops is None else choose((first_loops <= loop)[:, None], after, before)
 
 
-def detached(depth: object) -> object:
-    """Return the tensors of `LoopState.depth` without gradient."""
-    return tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, depth)
+def detached(tensors: Any) -> Any:
+    """Return the tensors of `LoopState.depth` or another nesting without gradient."""
+    return tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, tensors)

@@ -37,7 +37,7 @@ class ExitGate(Depth):
         self.gate.weight.zero_()
         self.gate.bias.zero_()
 
-    def logit(self, s: LoopState) -> Tensor:
+    def exit_logit(self, s: LoopState) -> Tensor:
         """Return the logit of leaving after a loop, float32: state [B, T, d_model] -> [B, T]."""
         n = s.normed
         dtype = torch.promote_types(n.dtype, torch.float32)

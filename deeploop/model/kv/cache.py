@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from deeploop.config import ModelConfig
+from deeploop.config.depth import key_loops
 from deeploop.utils.errors import InputError
 
 
@@ -28,10 +29,11 @@ class KVCache:
         self, config: ModelConfig, batch: int, max_len: int, loops: int | None, *, like: Tensor
     ):
         loops = config.loops if loops is None else loops
-        self.prelude, self.n_layers, self.coda = config.prelude, config.n_layers, config.coda
+        self.config = config
         head_dim = config.d_model // config.n_heads
         shape = (2, self._slots(loops), batch, config.n_heads, max_len, head_dim)
         self.kv = torch.empty(shape, dtype=like.dtype, device=like.device)
+        self.valid: Tensor | None = None  # bool [slots, B, max_len]; None: all keys are seen
         self.length = 0
         self.loops: int | None = None  # of the tokens stored so far
 
@@ -44,15 +46,14 @@ class KVCache:
         return self.kv.shape[4]
 
     def _slots(self, loops: int) -> int:
-        return self.prelude + self.n_layers * loops + self.coda
+        c = self.config
+        return c.prelude + c.n_layers * key_loops(c, loops) + c.coda
 
     def slot(self, loop: int | None, block: int) -> int:
         """Return the slot of a visit: of its loop (None: outside of the loops) and its block."""
-        if loop is not None:
-            return block + loop * self.n_layers
-        if block < self.prelude:
-            return block
-        return block + ((self.loops or 1) - 1) * self.n_layers
+        if loop is None and block >= self.config.prelude:
+            loop = key_loops(self.config, self.loops or 1) - 1
+        return block + (loop or 0) * self.config.n_layers
 
     def check(self, batch: int, loops: int) -> None:
         """Refuse another batch, more loops than there are slots, or a change of loops midway."""
@@ -70,7 +71,12 @@ class KVCache:
         self.loops = loops
 
     def update(
-        self, loop: int | None, block: int, k: Tensor, v: Tensor
+        self,
+        loop: int | None,
+        block: int,
+        k: Tensor,
+        v: Tensor,
+        valid: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Store a visit's new keys and values after the past ones.
 
@@ -78,20 +84,50 @@ class KVCache:
             loop: counted from 0; None outside of the loops.
             block: physical block, counted over prelude, core and coda.
             k, v: [B, heads, T, head_dim].
+            valid: bool [B, T], tokens whose keys other tokens see; None: all.
 
         Returns:
             Past and new keys and values [B, heads, length + T, head_dim], and the causal mask
-            bool [T, length + T], None where plain causal attention or a single token needs none.
+            bool [T, length + T], or [B, 1, T, length + T] with valid; None where plain causal
+            attention or a single token needs none.
         """
         slot, new = self.slot(loop, block), k.shape[2]
         end = self.length + new
         self.kv[0, slot, :, :, self.length : end] = k
         self.kv[1, slot, :, :, self.length : end] = v
         mask = None
-        if self.length and new > 1:
+        if valid is not None:
+            mask = visible(self._note_valid(slot, valid), new)
+        elif self.length and new > 1:
             mask = torch.ones(new, end, dtype=torch.bool, device=k.device).tril(self.length)
         return self.kv[0, slot, :, :, :end], self.kv[1, slot, :, :, :end], mask
+
+    def _note_valid(self, slot: int, valid: Tensor) -> Tensor:
+        """Store which new tokens' keys are seen; returns those of all tokens so far, bool [B, n].
+
+        A slot is always given them or never.
+        """
+        if self.valid is None:
+            shape = (self.slots, self.kv.shape[2], self.max_len)
+            self.valid = torch.zeros(shape, dtype=torch.bool, device=valid.device)
+        end = self.length + valid.shape[1]
+        self.valid[slot, :, self.length : end] = valid
+        return self.valid[slot, :, :end]
 
     def advance(self, new: int) -> None:
         """Count `new` tokens as past, once every visit has stored them."""
         self.length += new
+
+
+def visible(valid: Tensor, new: int) -> Tensor:
+    """Return the causal mask of the last `new` tokens over all: bool [B, 1, new, n].
+
+    A token sees itself in any case, so that no row of the mask is empty.
+
+    Args:
+        valid: bool [B, n], tokens whose keys others see.
+        new: tokens that have queries.
+    """
+    past = valid.shape[1] - new
+    square = torch.ones(new, valid.shape[1], dtype=torch.bool, device=valid.device)
+    return (valid[:, None, None] | square.triu(past)) & square.tril(past)

@@ -179,6 +179,18 @@ class MoE(nn.Module):
             return None
         return max(1, int(self.capacity_factor * n_tokens * self.top_k / self.down.shape[0]))
 
+    def over_capacity(self, load: Tensor) -> Tensor | None:
+        """Return the slots that each expert drops: loads int64 [..., E] of visits, one a row.
+
+        None where there is no limit. A visit's tokens are counted by its slots, as not every
+        loop need have all of a micro-batch's.
+        """
+        if self.capacity(1) is None:
+            return None
+        tokens = load.sum(-1, keepdim=True).double() / self.top_k
+        cap = self.capacity_factor * tokens * self.top_k / self.down.shape[0]  # as `capacity`
+        return (load - cap.floor().clamp_min(1).long()).clamp_min(0)
+
 
 def copy_router(moe: MoE) -> None:
     """Make every loop's router a copy of the first."""

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from deeploop.config import TrainConfig
 from deeploop.data.batches import IGNORE
-from deeploop.model.depth.gate import ExitGate
 from deeploop.model.looplm import LoopLM
 from deeploop.model.loss import loop_cross_entropy
 from deeploop.model.state import LoopState, OnVisit
@@ -35,8 +34,9 @@ class LoopEnds:
     def add(self, s: LoopState) -> None:
         """Read a state after a loop; an `on_loop` of LoopLM.run."""
         s = self.model.after_loops(s._replace(n=None))
-        if isinstance(self.model.depth, ExitGate):
-            self.logits.append(self.model.depth.logit(s))
+        logit = self.model.depth.exit_logit(s)
+        if logit is not None:
+            self.logits.append(logit)
         self.states.append(self.model.coda_output(s, self.tokens))
 
     def add_last(self, s: LoopState) -> None:
