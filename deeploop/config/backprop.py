@@ -41,7 +41,7 @@ def segments(t: TrainConfig, loops: int, step: int = 0) -> list[Segment]:
     Args:
         t: of the run.
         loops: R, of the model.
-        step: counted from 0; with a fixed number of loops and no progressive loss all are equal.
+        step: counted from 0; all steps are equal unless they `differ`.
     """
     ran = loops_of_step(t, loops, step)
     if t.backprop == "progressive":
@@ -53,6 +53,11 @@ def segments(t: TrainConfig, loops: int, step: int = 0) -> list[Segment]:
     return [
         Segment(range(0), range(first, min(first + size, ran))) for first in range(0, ran, size)
     ]
+
+
+def differ(t: TrainConfig) -> bool:
+    """Return whether the steps of a run may have different segments."""
+    return t.loop_count != "fixed" or t.backprop == "progressive"
 
 
 def _progressive(t: TrainConfig, loops: int, step: int) -> list[Segment]:

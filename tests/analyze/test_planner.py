@@ -32,11 +32,11 @@ from deeploop.model.looplm import LoopLM
 from deeploop.utils.errors import InputError
 
 H200 = target_of("h200")
-SMALL = {"d_model": 64, "n_heads": 2, "n_layers": 4, "seq_len": 288, "vocab_size": 2048}
+SMALL = {"d_model": 64, "n_heads": 2, "n_layers": 3, "seq_len": 288, "vocab_size": 2048}
 
 
 def small(name, model=None, **train):
-    """A preset shrunk to four narrow layers, in accumulated batches."""
+    """A preset shrunk to three narrow layers, in accumulated batches."""
     config = preset(name).replace("model", **SMALL | (model or {}))
     if config.model.moe.experts:
         config = config.replace("model.moe", d_expert=32)
@@ -46,9 +46,11 @@ def small(name, model=None, **train):
 RUNS = {
     "deeploop": small("gpt2-small-r3-deeploop"),
     "pre_norm, visits recomputed": small("gpt2-small-r3-baseline", recompute="visit"),
-    "loom": small("loom-tiny", {"loops": 5}),
-    "released loom, last loops": small("loom-tiny-released", {"loops": 4}, backprop="last"),
-    "native loop": small("loom-tiny-native", {"loops": 3}, backprop="full"),
+    "loom": small("loom-tiny", {"loops": 3}, backprop_loops=2),
+    "released loom, last loops": small(
+        "loom-tiny-released", {"loops": 3}, backprop="last", backprop_loops=2
+    ),
+    "native loop": small("loom-tiny-native", {"loops": 2}, backprop="full"),
 }
 
 
@@ -66,13 +68,13 @@ def test_layers_beyond_two_add_what_the_second_adds(run):
 def test_the_largest_micro_batch_is_the_last_that_fits(batch):
     narrow = {"n_layers": 1, "loops": 2}
     config = small("gpt2-small-r1-deeploop", narrow, batch_size=batch, micro_batch=0)
-    accumulated = count(config.replace("train", micro_batch=2), H200)
+    accumulated = count(config.replace("train", micro_batch=2), H200, timed=False)
+    step = count(config, H200, timed=False)  # of any amount of memory
     for rows in (1, 3, 4):
         room = accumulated.memory(rows).peak + 1
         device = DEVICES["h200"]._replace(memory=room / 0.95)
         target = H200._replace(device=device)
-        assert largest(config, target, count(config, target)) == rows
-    step = count(config, H200)
+        assert largest(config, target, step) == rows
     assert largest(config, H200, step) == batch
     nothing = H200._replace(device=DEVICES["h200"]._replace(memory=1.0))
     assert largest(config, nothing, step) == 0
@@ -101,10 +103,11 @@ def test_predictions_are_near_those_measured_on_an_h200(loops, compiled, rate, g
 
 @pytest.mark.parametrize("name", ["deeploop-tiny", "loom-tiny"])
 def test_compiled_counts_stay_compiled(name):
-    """torch.compile gives up after eight recompilations of a function; a plan starts afresh."""
+    """torch.compile gives up after some recompilations of a function; a plan starts afresh."""
     model = {"n_layers": 1, "loops": 1, "seq_len": 288}
     config = small(name, model, compile=True, batch_size=4)
-    first, *others = (count(config, H200) for _ in range(10 if name == "deeploop-tiny" else 2))
+    with torch._dynamo.config.patch(recompile_limit=1):
+        first, *others = (count(config, H200) for _ in range(3 if name == "deeploop-tiny" else 2))
     assert all(
         s.memory(4) == first.memory(4) and s.by_component == first.by_component for s in others
     )

@@ -26,7 +26,7 @@ from deeploop.analyze.plan.hardware import DEVICES, Device, this_cpu
 from deeploop.analyze.plan.memory import Kind, PeakBytes, few_chunks, step_memory
 from deeploop.analyze.plan.roofline import GPU, MEASURED, Clock, Efficiency
 from deeploop.config import Config, ModelConfig
-from deeploop.config.backprop import segments
+from deeploop.config.backprop import differ, segments
 from deeploop.model.flops import flops_per_token
 from deeploop.model.looplm import LoopLM
 from deeploop.utils.device import computes_in_bf16
@@ -187,12 +187,13 @@ def steps_of_interest(config: Config) -> tuple[int, int]:
     """
     t, loops = config.train, config.model.loops
     drawn = t.batch_size if t.loop_count_per == "sequence" else 1
+    steps = max(1, min(t.steps, DRAWS // drawn)) if differ(t) else 1
 
     def size(step: int) -> tuple[int, int]:
         listed = segments(t, loops, step)
         return sum(len(s.loops) for s in listed), sum(s.loops.stop for s in listed)
 
-    sizes = [size(step) for step in range(max(1, min(t.steps, DRAWS // drawn)))]
+    sizes = [size(step) for step in range(steps)]
     mean = tuple(sum(column) / len(sizes) for column in zip(*sizes, strict=True))
     typical = min(sizes, key=lambda s: (abs(s[0] - mean[0]), abs(s[1] - mean[1])))
     return sizes.index(typical), sizes.index(max(sizes))

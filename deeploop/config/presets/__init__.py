@@ -1,6 +1,9 @@
 """Configurations by name: a file for each paper, and the default that trains on a CPU."""
 
 import difflib
+import functools
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from deeploop.config import Config
 from deeploop.config.presets.fixed_point import fixed_point_presets
@@ -34,14 +37,15 @@ PAPERS = {  # by a name's beginning
 }
 
 
-def presets() -> dict[str, Config]:
+@functools.cache
+def presets() -> Mapping[str, Config]:
     """Return every named configuration by its name."""
     by_paper = (
         fixed_point_presets, gpt2_presets, huginn_presets, loom_presets, mor_presets,
         ouro_presets, relaxed_presets, universal_presets,
     )  # fmt: skip
     named = [Config(preset="deeploop-tiny"), *(config for paper in by_paper for config in paper())]
-    return {config.preset: config for config in named}
+    return MappingProxyType({config.preset: config for config in named})
 
 
 def preset(name: str) -> Config:
