@@ -84,7 +84,8 @@ def workplace(tmp_path_factory):
 
 def shortened(words):
     """A command with fewer steps and loops, where it would take minutes."""
-    words = [str(LESS[a](int(b))) if a in LESS else b for a, b in itertools.pairwise(["", *words])]
+    pairs = itertools.pairwise(["", *words])  # eval's --loops is a list, and short as it is
+    words = [str(LESS[a](int(b))) if a in LESS and b.isdigit() else b for a, b in pairs]
     if "--print-config" in words:
         return words
     if "--resume" in words:
