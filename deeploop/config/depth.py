@@ -89,7 +89,10 @@ class SolverConfig:
     ] = "plain"
     tolerance: Annotated[
         float,
-        flag("relative residual at which a token is at rest; 0: all loops run"),
+        flag(
+            "relative residual at which a token is at rest (in bfloat16 above 3e-3); 0: all loops "
+            "run"
+        ),
         NOT_NEGATIVE,
     ] = 1e-3
     memory: Annotated[int, flag("states that anderson mixes"), POSITIVE] = 3

@@ -20,17 +20,17 @@ def _deq_tiny() -> Config:
     """Return a deep equilibrium model: one post-norm block, a state that starts at 0.
 
     Of the paper: the weight-tied block, z_0 = 0, the input added in every loop, an Anderson solver
-    with a relative tolerance of 1e-3. Different here: RMSNorm, SwiGLU and RoPE, the input added to
-    the state in the place of queries, keys and values, solver weights for each token, a phantom
-    gradient (arXiv 2111.05177) of two steps in the place of the implicit one. Sizes, damping,
-    loops, learning rate and steps are ours.
+    with a relative tolerance (5e-3 for its 1e-3, which is below bfloat16's rounding). Different
+    here: RMSNorm, SwiGLU and RoPE, the input added to the state in the place of queries, keys and
+    values, solver weights for each token, a phantom gradient (arXiv 2111.05177) of two steps in the
+    place of the implicit one. Sizes, damping, loops, learning rate and steps are ours.
     """
     return Config(
         preset="deq-tiny",
         model=ModelConfig(
             residual="post_norm", depth="fixed_point", start="noise", start_std=0.0, inject="add",
             d_model=128, n_layers=1, loops=14, n_heads=4,
-            solver=SolverConfig(method="anderson", damping=0.7),
+            solver=SolverConfig(method="anderson", tolerance=5e-3, damping=0.7),
         ),
         train=TrainConfig(steps=150, backprop="last", backprop_loops=2, lr=2e-3),
     )  # fmt: skip
