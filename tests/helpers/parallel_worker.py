@@ -1,10 +1,6 @@
-"""Three steps under every plan, on as many ranks as the environment says; results to a file.
-
-python parallel_worker.py CORPUS FOLDER: what `train_all` returns, as FOLDER/rank-N.pt.
-"""
+"""Three steps under every plan, on as many ranks as the environment says; results to a file."""
 
 import io
-import sys
 from pathlib import Path
 
 import torch
@@ -30,7 +26,8 @@ CASES = [
     for plan in PLANS
     for micro in MICRO
     for dtype in DTYPES
-    if dtype == "float64" or (micro == "accumulation" and plan in ("full", "segments"))
+    if (dtype == "float64" and (micro == "accumulation" or plan in ("full", "segments", "drawn")))
+    or (micro == "accumulation" and plan in ("full", "segments"))
 ]
 
 
@@ -91,7 +88,7 @@ def train_all(corpus: str, folder: Path, place: Ranks) -> dict:
     }
 
 
-if __name__ == "__main__":
-    corpus, folder = sys.argv[1], Path(sys.argv[2])
+def save_all(corpus: str, folder: str) -> None:
+    """Write what `train_all` returns on this rank N to rank-N.pt in the folder."""
     with init_distributed() as place:
-        torch.save(train_all(corpus, folder, place), folder / f"rank-{place.rank}.pt")
+        torch.save(train_all(corpus, Path(folder), place), Path(folder, f"rank-{place.rank}.pt"))
