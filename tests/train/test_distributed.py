@@ -74,7 +74,7 @@ def command(corpus, out, *more):
 def test_two_ranks_are_one(done, plan, micro, dtype):
     one, first, second = (r[plan, micro, dtype] for r in (done.one, *done.both))
     for two in (first, second):
-        # Losses to 1e-5 in float32; weights of three steps to 1e-9 in float64.
+        # Losses to 1e-5 in float32; weights of two steps to 1e-9 in float64.
         close = {"rtol": 0, "atol": 1e-9} if dtype == "float64" else {"rtol": 1e-5, "atol": 1e-5}
         torch.testing.assert_close(two["losses"], one["losses"], **close)
         assert two["validation"] == pytest.approx(one["validation"], rel=1e-5)

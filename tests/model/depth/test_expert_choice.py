@@ -261,7 +261,7 @@ def test_capacities_of_another_number_of_loops_matter_where_they_are_read_alone(
 
 def test_linear_capacities_fall_from_all_to_one_in_r():
     model = model_of(capacity="linear")
-    assert model.depth.capacities == [1, 2 / 3, 1 / 3]
+    assert model.depth.capacities == (1, 2 / 3, 1 / 3)
     ends = []
     model(tokens(length=9), on_loop=ends.append)
     loops = ends[-1].depth.loops
