@@ -1,6 +1,7 @@
 """Describe a run in the lines that its log starts with."""
 
 import operator
+from typing import TYPE_CHECKING
 
 from deeploop.config import Config
 from deeploop.config.backprop import optimizer_steps
@@ -10,8 +11,10 @@ from deeploop.config.loop_count import mean_loops
 from deeploop.config.model import RESIDUALS
 from deeploop.model.looplm import count_parameters
 from deeploop.train.parents import describe_parents
-from deeploop.train.trainer import Trainer
 from deeploop.utils.device import device_name
+
+if TYPE_CHECKING:
+    from deeploop.train.language import LanguageTrainer
 
 # Fields that one value of another field of the model or of training alone reads.
 USED_WITH = {
@@ -34,7 +37,7 @@ USED_WITH = {
 BORDERS = ("start", "input_norm", "inject", "loop_norm", "readout_map", "loop_signal", "depth")
 
 
-def describe(trainer: Trainer) -> list[str]:
+def describe(trainer: "LanguageTrainer") -> list[str]:
     """Return the log's first lines: the model, the data and the implementations that run."""
     c, m = trainer.config, trainer.config.model
     kernels = "Triton kernels" if trainer.device.type == "cuda" else "closed forms in PyTorch"
@@ -105,7 +108,7 @@ def without_effect(config: Config) -> list[str]:
     return list(lines.values())
 
 
-def describe_backprop(trainer: Trainer) -> str:
+def describe_backprop(trainer: "LanguageTrainer") -> str:
     """Return how far gradients go, how often the optimizer steps, what is recomputed."""
     t, loops = trainer.config.train, trainer.config.model.loops
     groups = optimizer_steps(t, loops)

@@ -30,6 +30,7 @@ from deeploop.runs.folder import (
     write_run_files,
 )
 from deeploop.runs.metrics_file import copy_metrics
+from deeploop.train.language import LanguageTrainer
 from deeploop.train.parents import absolute_parents, find_parents
 from deeploop.train.same_start import Start, prepare_together
 from deeploop.train.trainer import Trainer
@@ -226,7 +227,7 @@ def open_run(
     with contextlib.ExitStack() as lock:
         start = prepare_together(ranks, lambda: prepare(config, console, ckpt, ranks, lock))
         floors = start.corpus.floors() if ranks.is_main else {}
-        trainer = Trainer(start.config, start.corpus, floors, start.folder, console, ranks)
+        trainer = LanguageTrainer(start.config, start.corpus, floors, start.folder, console, ranks)
         if start.ckpt is not None and start.ckpt.saved:
             trainer.restore(start.ckpt)
         trainer.learn_from(start.parents)
