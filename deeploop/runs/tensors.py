@@ -6,7 +6,7 @@ and write outside of their memory, or a few bytes that claim to be gigabytes.
 
 import math
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +41,30 @@ def read_weights(
     wanted = model.state_dict()
     own = {name: wanted[name] for name in wanted.keys() - weights.keys() if fresh(name)}
     weights |= own
-    for name in sorted(wanted.keys() ^ weights.keys()):
-        reason = "lacks" if name in wanted else "has, and the model has not,"
-        raise InputError(f"{what} does not fit: {reason} the weight {brief(name)}; {REMEDY}")
-    for name, weight in weights.items():
-        check_like(weight, wanted[name], f"{what} does not fit: the weight {name}")
+    check_same_tensors(weights, wanted, what, "weight")
     return weights
+
+
+def read_tensors(path: Path, what: str, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors in a .safetensors file; raises InputError unless they are like `wanted`.
+
+    what: name of the file in an error.
+    """
+    with foreign(what, REMEDY):
+        tensors = load_file(path)
+    check_same_tensors(tensors, wanted, what, "tensor")
+    return tensors
+
+
+def check_same_tensors(
+    tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor], what: str, kind: str
+) -> None:
+    """Refuse tensors of other names, shapes or dtypes than wanted."""
+    for name in sorted(wanted.keys() ^ tensors.keys()):
+        reason = "lacks" if name in wanted else "has, and the model has not,"
+        raise InputError(f"{what} does not fit: {reason} the {kind} {brief(name)}; {REMEDY}")
+    for name, tensor in tensors.items():
+        check_like(tensor, wanted[name], f"{what} does not fit: the {kind} {name}")
 
 
 def read_optimizer(path: Path, what: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -117,13 +117,15 @@ class Trainer(ABC):
             raise InputError("train.init and train.teacher: are read by language models alone")
 
     def carried(self) -> Mapping[str, Tensor]:
-        """Return the tensors of the run, beside weights and moments, that the next step reads."""
+        """Return the tensors, beside weights and moments, that the next step reads, of all ranks.
+
+        Called on every rank. Those of the main rank are saved.
+        """
         return {}
 
     def load_carried(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load what `carried` returned; raises InputError on a misfit."""
-        if tensors:
-            raise InputError(f"{next(iter(tensors))}: no tensor that this kind of model carries")
+        """Take over what `carried` returned, of the same names, shapes and dtypes."""
+        assert not tensors
 
     def samples(self) -> dict[str, Any]:
         """Return examples of the model's output for the summary."""
@@ -151,6 +153,7 @@ class Trainer(ABC):
         """Load weights, optimizer state and step of a checkpoint; raises InputError on a misfit."""
         checkpoint.load_weights(ckpt, self.model)
         checkpoint.load_optimizer(ckpt, self.optimizer)
+        self.load_carried(checkpoint.load_carried(ckpt, self.carried()))
         self.done = ckpt.step
 
     def fit(self) -> dict[str, Any]:
@@ -280,9 +283,12 @@ class Trainer(ABC):
         self.check_finite()
         with self.speed.paused():
             self.check_state()
+            carried = self.carried()
             if not self.ranks.is_main:
                 return
-            checkpoint.save(self.folder, self.done, self.config, self.model, self.optimizer)
+            checkpoint.save(
+                self.folder, self.done, self.config, self.model, self.optimizer, carried
+            )
             for sentence in checkpoint.prune(self.folder, self.config.train.keep):
                 self.live.say(sentence)
 
