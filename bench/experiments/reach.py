@@ -43,9 +43,9 @@ def cases(steps: int) -> dict[str, str]:
     common = f"reach-tiny --steps {steps} --train.eval-loops {','.join(map(str, LOOPS))}"
     return {
         "tokens added in each loop; drawn loops": common,
-        "tokens added in each loop; 6 loops": f"{common} --loop-count fixed",
+        "tokens added in each loop; 4 loops": f"{common} --loop-count fixed",
         "no injection; drawn loops": f"{common} --model.inject none",
-        "no injection; 6 loops": f"{common} --model.inject none --loop-count fixed",
+        "no injection; 4 loops": f"{common} --model.inject none --loop-count fixed",
     }
 
 
