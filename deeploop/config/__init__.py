@@ -15,7 +15,8 @@ import tyro
 from deeploop.config.data import DataConfig
 from deeploop.config.depth import DEPTHS, ActConfig, MorConfig, SolverConfig
 from deeploop.config.fields import MAY_CHANGE, build, check_fields, replace
-from deeploop.config.model import LoomConfig, ModelConfig, MoEConfig
+from deeploop.config.model import MODELS, LoomConfig, ModelConfig, MoEConfig
+from deeploop.config.reasoner import ReasonerConfig
 from deeploop.config.renames import renamed_fields
 from deeploop.config.train import LOSSES, TrainConfig
 from deeploop.utils.errors import InputError
@@ -29,9 +30,15 @@ __all__ = [
     "MoEConfig",
     "ModelConfig",
     "MorConfig",
+    "ReasonerConfig",
     "SolverConfig",
     "TrainConfig",
 ]
+
+NOT_OF_REASONERS = (
+    "residual", "loops", "prelude", "coda", "start", "inject", "loop_norm", "input_norm",
+    "readout_map", "loop_signal", "depth", "lora_rank", "p", "moe",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,7 @@ class Config:
     def __post_init__(self) -> None:
         check_fields(self)
         m, t = self.model, self.train
+        self._check_kind()
         drawn = t.loop_count != "fixed"
         if t.backprop == "last" and t.backprop_loops > m.loops and not drawn:
             raise InputError(
@@ -73,6 +81,26 @@ class Config:
                 f"train.teacher={t.teacher!r}: is a target after the last loop alone; give "
                 f"train.backprop full or last (it is {t.backprop}) and train.loss last ({t.loss})"
             )
+
+    def _check_kind(self) -> None:
+        """Refuse a kind of model without its data, and fields that it does not go with."""
+        m, choice = self.model, MODELS[self.model.kind]
+        if choice.puzzles != bool(self.data.puzzles):
+            needs = "needs puzzles; give data.puzzles, such as sudoku-4x4"
+            reads = f"reads no puzzles; leave out data.puzzles={self.data.puzzles!r}"
+            raise InputError(f"model.kind={m.kind}: {needs if choice.puzzles else reads}")
+        if not choice.puzzles:
+            return
+        plain = type(m)(kind=m.kind, residual="bare_post_norm", reasoner=m.reasoner)
+        for name in NOT_OF_REASONERS:
+            if (value := getattr(m, name)) != getattr(plain, name):
+                raise InputError(
+                    f"model.{name}={brief(str(value))}: is not read by model.kind={m.kind}; leave "
+                    f"it out (it must be {getattr(plain, name)})"
+                )
+        for name in ("init", "teacher", "eval_loops"):
+            if value := getattr(self.train, name):
+                raise InputError(f"train.{name}={value!r}: is read by language models alone")
 
     def replace(self, section: str, **values: Any) -> "Config":
         """Copy with fields of one section (model, model.moe, data, ...) replaced, checked again."""

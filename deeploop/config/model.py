@@ -14,6 +14,7 @@ from deeploop.config.fields import (
     check_fields,
     flag,
 )
+from deeploop.config.reasoner import ReasonerConfig
 from deeploop.utils.errors import InputError
 
 MAX_EXPERTS = 512  # of sigmoid_router; importing it from there would import torch
@@ -27,10 +28,24 @@ class ResidualChoice(NamedTuple):
     section: str | None = None  # the section of ModelConfig that only this rule reads
 
 
+class ModelChoice(NamedTuple):
+    """One value of `model.kind`: the class that trains it, and what it goes together with."""
+
+    trainer: str  # "module:Class", a subclass of deeploop.train.trainer.Trainer
+    puzzles: bool = False  # whether it trains on data.puzzles, else on a text or a task
+
+
+# The registry of kinds of models.
+MODELS = {
+    "language": ModelChoice("deeploop.train.language:LanguageTrainer"),
+    "reasoner": ModelChoice("deeploop.train.reasoner:ReasonerTrainer", puzzles=True),
+}
+
 # The registry of residual rules. A new rule is a file in deeploop/model/residual/ and a line here.
 RESIDUALS = {
     "pre_norm": ResidualChoice("deeploop.model.residual.pre_norm:PreNorm"),
     "post_norm": ResidualChoice("deeploop.model.residual.post_norm:PostNorm"),
+    "bare_post_norm": ResidualChoice("deeploop.model.residual.post_norm:BarePostNorm"),
     "peri_norm": ResidualChoice("deeploop.model.residual.peri_norm:PeriNorm"),
     "deepnorm": ResidualChoice(
         "deeploop.model.residual.deepnorm:DeepNorm", scaling.DEEPNORM_EXPONENT
@@ -121,6 +136,9 @@ class LoomConfig:
 class ModelConfig:
     """A looped language model: P + K + C physical blocks, of which K run R = loops times."""
 
+    kind: Annotated[
+        str, flag("a causal language model, or a reasoner on puzzles (HRM, TRM)", choices=MODELS)
+    ] = "language"
     residual: Annotated[str, flag("residual rule; pre_norm is h + f", choices=RESIDUALS)] = (
         "deeploop"
     )
@@ -193,9 +211,11 @@ class ModelConfig:
     act: ActConfig = field(default_factory=ActConfig)
     solver: SolverConfig = field(default_factory=SolverConfig)
     mor: MorConfig = field(default_factory=MorConfig)
+    reasoner: ReasonerConfig = field(default_factory=ReasonerConfig)
 
     def __post_init__(self) -> None:
         check_fields(self, "model.")
+        check_choice("model.kind", self.kind, MODELS)
         check_choice("model.residual", self.residual, RESIDUALS)
         check_choice("model.depth", self.depth, DEPTHS)
         check_capacities(self)

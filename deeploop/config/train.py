@@ -37,6 +37,12 @@ LOSSES = {
     "gate": LossChoice("deeploop.train.losses.exits:GateAlone", gate=True, backprops=("full",)),
 }
 
+# The registry of optimizers: "module:Class" takes groups of parameters, lr and betas.
+OPTIMIZERS = {
+    "adamw": "torch.optim:AdamW",
+    "adam_atan2": "deeploop.train.adam_atan2:AdamATan2",
+}
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -136,6 +142,21 @@ class TrainConfig:
         SHARE,
         MAY_CHANGE,
     ] = 0.5
+    optimizer: Annotated[
+        str,
+        flag("adamw, or adam_atan2 (HRM, TRM): Adam with atan2, no epsilon", choices=OPTIMIZERS),
+    ] = "adamw"
+    average: Annotated[
+        float,
+        flag("decay of a moving average of the weights, which is validated; 0: none"),
+        FRACTION,
+    ] = 0.0
+    puzzle_lr: Annotated[
+        float, flag("peak learning rate of puzzle embeddings"), POSITIVE, MAY_CHANGE
+    ] = 1e-2
+    puzzle_decay: Annotated[
+        float, flag("weight decay of puzzle embeddings"), NOT_NEGATIVE, MAY_CHANGE
+    ] = 0.1
     schedule: Annotated[
         Literal["wsd", "cosine"],
         flag("wsd: warm up, stay, decay; cosine: warm up, cosine decay"),
@@ -200,6 +221,7 @@ class TrainConfig:
         check_fields(self, "train.")
         check_choice("train.loop_count", self.loop_count, LOOP_COUNTS)
         check_choice("train.loss", self.loss, LOSSES)
+        check_choice("train.optimizer", self.optimizer, OPTIMIZERS)
         self._check_loops()
         if self.micro_batch > self.batch_size:
             raise InputError(

@@ -16,7 +16,7 @@ from deeploop.train.finite import stream_is_finite
 from deeploop.train.held_out import held_out_figures, in_words
 from deeploop.train.losses import loss_rule
 from deeploop.train.metrics import StepMetrics, largest_rms
-from deeploop.train.optim import adamw, learning_rate
+from deeploop.train.optim import learning_rate, make_optimizer
 from deeploop.train.parents import Parents, load_teacher, start_from
 from deeploop.train.step import train_step
 from deeploop.train.trainer import Trainer
@@ -30,13 +30,12 @@ class LanguageTrainer(Trainer):
     """A run of a LoopLM, a batch of fresh sequences in each step."""
 
     model: LoopLM
-    optimizer: torch.optim.AdamW
 
     def make(self) -> None:
         self.model = LoopLM(self.config.model).to(self.device)
         loss_rule(self.config.train).freeze_others(self.model)
         self.teacher: LoopLM | None = None
-        self.optimizer = adamw(self.model, self.config.train)
+        self.optimizer = make_optimizer(self.model, self.config.train)
         if self.config.train.compile:
             # Branches only: updates are single kernels already, and no graph
             # then depends on the number of loops.

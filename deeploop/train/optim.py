@@ -1,15 +1,19 @@
-"""AdamW with decay groups, and learning rates as pure functions of the step."""
+"""Optimizers with decay groups, and learning rates as pure functions of the step."""
 
+import importlib
 import math
 
 import torch
 from torch import Tensor, nn
 
 from deeploop.config import TrainConfig
+from deeploop.config.train import OPTIMIZERS
 
 
-def adamw(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """Make a fused AdamW that decays matrices and, with `decay_gains`, norm gains.
+def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """Make the optimizer that `config.optimizer` names; AdamW is PyTorch's fused one.
+
+    It decays matrices and, with `decay_gains`, norm gains.
 
     What a module's method `undecayed` returns is never decayed.
     """
@@ -25,7 +29,11 @@ def adamw(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
         undecayed = [p for p in parameters if id(p) in kept]
         groups.append({"params": undecayed, "weight_decay": 0.0})
     betas = (config.beta1, config.beta2)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, fused=True)
+    module, _, name = OPTIMIZERS[config.optimizer].partition(":")
+    options = {"fused": True} if module == "torch.optim" else {}
+    kind = getattr(importlib.import_module(module), name)
+    made: torch.optim.Optimizer = kind(groups, lr=config.lr, betas=betas, **options)
+    return made
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
@@ -66,7 +74,7 @@ def clip_gradients(model: nn.Module, limit: float) -> Tensor:
     return norm
 
 
-def step_if_finite(optimizer: torch.optim.AdamW, grad_norm: Tensor, lr: float) -> None:
+def step_if_finite(optimizer: torch.optim.Optimizer, grad_norm: Tensor, lr: float) -> None:
     """Take one optimizer step, skipped on the device if the gradient norm is not finite.
 
     Fused optimizers take the skip flag as a tensor, as GradScaler passes it: weights and

@@ -24,6 +24,7 @@ from deeploop.eval.validate import held_out_targets
 from deeploop.model.looplm import count_parameters
 from deeploop.runs import checkpoint
 from deeploop.runs.metrics_file import MetricsFile
+from deeploop.train.average import WeightAverage
 from deeploop.train.finite import first_nonfinite, state_is_finite
 from deeploop.train.optim import learning_rate
 from deeploop.train.parents import Parents
@@ -76,6 +77,7 @@ class Trainer(ABC):
         self.nonfinite = torch.zeros((), dtype=torch.bool, device=self.device)
         self.speed = Throughput(config.train.batch_size * config.model.seq_len)
         self.make()
+        self.average = WeightAverage(self.model, config.train.average)
 
     # Of a kind of model
 
@@ -121,11 +123,11 @@ class Trainer(ABC):
 
         Called on every rank. Those of the main rank are saved.
         """
-        return {}
+        return {f"average.{name}": x for name, x in self.average.tensors().items()}
 
     def load_carried(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over what `carried` returned, of the same names, shapes and dtypes."""
-        assert not tensors
+        self.average.load({name: tensors[f"average.{name}"] for name in self.average.tensors()})
 
     def samples(self) -> dict[str, Any]:
         """Return examples of the model's output for the summary."""
@@ -215,6 +217,7 @@ class Trainer(ABC):
     def step(self, observe: bool = False) -> Measured:
         """Take the next step of the run."""
         metrics = self.take_step(observe)
+        self.average.update()
         self.nonfinite |= metrics.nonfinite
         self.done += 1
         return metrics
@@ -258,7 +261,7 @@ class Trainer(ABC):
         Raises Diverged if the loss is not finite.
         """
         self.check_finite()
-        with self.speed.paused():
+        with self.speed.paused(), self.average.swapped_in():
             figures = self.held_out_figures()
         if figures is None:
             return
@@ -327,7 +330,8 @@ class Trainer(ABC):
         if not self.ranks.is_main:
             return values
         if stopped_by is None:
-            values |= self.samples()
+            with self.average.swapped_in():
+                values |= self.samples()
         values |= {
             "tokens_per_second": self.speed.overall(),
             "parameters": count_parameters(self.model),

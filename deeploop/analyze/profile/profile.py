@@ -46,7 +46,6 @@ from deeploop.data.tokenizer import load_tokenizer
 from deeploop.model.flops import flops_per_token
 from deeploop.runs.folder import choose_run_folder, claim_folder, lock_run_folder
 from deeploop.train import setup
-from deeploop.train.language import LanguageTrainer
 from deeploop.train.parents import find_parents
 from deeploop.train.trainer import Trainer
 from deeploop.utils.console import print_whole, say
@@ -91,7 +90,7 @@ def open_profile(config: Config, steps: Steps, console: Console, ranks: Ranks) -
     config = setup.resolve(config, corpus, ranks)
     setup.check_memory(config, ranks)  # the vocabulary is now known
     folder = choose_run_folder(config, "profiles") if ranks.is_main else Path(config.train.out)
-    trainer = LanguageTrainer(config, corpus, {}, folder, console, ranks)
+    trainer = trainer_class(config)(config, corpus, {}, folder, console, ranks)
     trainer.learn_from(find_parents(config, corpus, started=True))  # its weights change no time
     if ranks.is_main:
         if not config.train.out:
