@@ -47,7 +47,7 @@ def shipped(model: nn.Module):
 
 
 def groups(model: nn.Module) -> list[dict]:
-    """Return the parameter groups of `deeploop.train.optim.make_optimizer` with their weight decay."""
+    """Return the parameter groups of `make_optimizer` with their weight decay."""
     return [
         {key: group[key] for key in ("params", "weight_decay")}
         for group in make_optimizer(model, TRAIN).param_groups

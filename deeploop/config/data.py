@@ -84,7 +84,7 @@ class DataConfig:
         str,
         flag(
             "puzzles in the place of a text: a folder of `deeploop data`, HRM or TRM, or "
-            "sudoku-4x4, sudoku-6x6, maze, which are generated; empty: none"
+            "sudoku-4x4, sudoku-6x6 or maze-9x9, which are generated; empty: none"
         ),
         MAY_CHANGE,
     ] = ""

@@ -90,7 +90,8 @@ def by_segment(
         model.train(training)
     ranks.all_reduce_([sums, early])
     exact, segments, n = early.tolist()
-    return BySegment(*(row.tolist() for row in sums / n), exact / n, segments / n)
+    loss, token, exact_by, wants = (sums / n).tolist()
+    return BySegment(loss, token, exact_by, wants, exact / n, segments / n)
 
 
 def add(model: Reasoner, config: Config, batch: Examples, sums: Tensor, early: Tensor) -> None:

@@ -63,7 +63,7 @@ class Reasoner(nn.Module):
     start_high: Tensor
     start_low: Tensor
     low: Sequence[Sublayer]
-    high: Sequence[Sublayer]
+    high: Sequence[Sublayer]  # absent where L is both modules
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -83,7 +83,8 @@ class Reasoner(nn.Module):
         if r.puzzle_tokens:
             self.embed_puzzles = PuzzleEmbedding(r.puzzles, r.puzzle_tokens, d)
         self.low = self._module()
-        self.high = self.low if r.shared else self._module()
+        if not r.shared:
+            self.high = self._module()
         self.lm_head = nn.Linear(d, vocab, bias=False)
         self.q_head = nn.Linear(d, 2)
         for name in ("start_high", "start_low"):
@@ -119,18 +120,17 @@ class Reasoner(nn.Module):
         truncated_normal_(self.lm_head.weight, d**-0.5)
         for sublayer in self.all_sublayers():
             branch = sublayer.branch
-            first = branch.qkv if isinstance(branch, Attention) else branch.gate_up
-            for linear in (first, branch.out):
-                truncated_normal_(linear.weight, linear.in_features**-0.5)
-                scaled = linear.weight[2 * d :] if linear is getattr(branch, "qkv", None) else None
-                (linear.weight if scaled is None else scaled).mul_(self.beta)
+            for weight in branch.parameters():
+                truncated_normal_(weight, weight.shape[1] ** -0.5)
+                v = 2 * d if isinstance(branch, Attention) and weight is branch.qkv.weight else 0
+                weight[v:].mul_(self.beta)
         self.q_head.weight.zero_()
         self.q_head.bias.fill_(-5.0)
 
     def all_sublayers(self) -> Iterator[Sublayer]:
         """Yield every physical sublayer once: those of L, then those of H."""
         yield from self.low
-        if self.high is not self.low:
+        if not self.config.reasoner.shared:
             yield from self.high
 
     def describe(self) -> str:
@@ -203,7 +203,8 @@ class Reasoner(nn.Module):
     ) -> Tensor:
         """Run the blocks of a module on its state with the inputs added, [B, P + T, d_model]."""
         s = LoopState(h, h.to(autocast_dtype(h)))
-        for visit in visits((self.low, self.high)[module], module, 0, None):
+        sublayers = self.low if module == LOW or self.config.reasoner.shared else self.high
+        for visit in visits(sublayers, module, 0, None):
             with span(visit.sublayer.kind):
                 f = visit.branch(s.normed, context)
             with span("updates"):

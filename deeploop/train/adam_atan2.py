@@ -45,20 +45,23 @@ class AdamATan2(torch.optim.Optimizer):
         steps, m, v = ([s[k] for s in states] for k in ("step", "exp_avg", "exp_avg_sq"))
         (b1, b2), lr = group["betas"], group["lr"]
         taken = torch.ones((), device=params[0].device)
-        g = [p.grad for p in params]
+        g = [p.grad for p in params if p.grad is not None]
         if self.found_inf is not None:  # a NaN stays NaN when multiplied by 0
             taken = 1 - self.found_inf.to(taken)
-            g = [x.where(taken > 0, 0) for x in g if x is not None]
-        torch._foreach_add_(steps, taken)
-        for moment, values, b in ((m, g, b1), (v, torch._foreach_mul(g, g), b2)):
+            g = [x.where(taken > 0, 0) for x in g]
+        for step in steps:
+            step.add_(taken)
+        squares = list(torch._foreach_mul(g, g))
+        for moment, values, b in ((m, g, b1), (v, squares, b2)):
             torch._foreach_mul_(moment, 1 - (1 - b) * taken)
-            torch._foreach_add_(moment, torch._foreach_mul(values, (1 - b) * taken))
+            torch._foreach_add_(moment, list(torch._foreach_mul(values, (1 - b) * taken)))
         t = steps[0]  # the same for all
         mean = torch._foreach_div(m, 1 - b1**t)
         scale = torch._foreach_sqrt(torch._foreach_div(v, 1 - b2**t))
         updates = [torch.atan2(a, b) for a, b in zip(mean, scale, strict=True)]
         torch._foreach_mul_(params, 1 - lr * group["weight_decay"] * taken)
-        torch._foreach_add_(params, torch._foreach_mul_(updates, -lr * taken))
+        torch._foreach_mul_(updates, -lr * taken)
+        torch._foreach_add_(params, updates)
 
     def _state(self, p: Tensor) -> dict[str, Any]:
         state = self.state[p]

@@ -142,7 +142,7 @@ def checkpoints(path: str) -> list[checkpoint.Checkpoint]:
 
 def states(
     config: Config, ckpts: list[checkpoint.Checkpoint]
-) -> Iterator[tuple[int, LoopLM, torch.optim.AdamW]]:
+) -> Iterator[tuple[int, LoopLM, torch.optim.Optimizer]]:
     """Yield (step, model, optimizer) at initialisation, then of each checkpoint."""
     for ckpt in (None, *ckpts):
         torch.manual_seed(config.train.seed)

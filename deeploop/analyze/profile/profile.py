@@ -90,7 +90,7 @@ def open_profile(config: Config, steps: Steps, console: Console, ranks: Ranks) -
     config = setup.resolve(config, corpus, ranks)
     setup.check_memory(config, ranks)  # the vocabulary is now known
     folder = choose_run_folder(config, "profiles") if ranks.is_main else Path(config.train.out)
-    trainer = trainer_class(config)(config, corpus, {}, folder, console, ranks)
+    trainer = setup.trainer_class(config)(config, corpus, {}, folder, console, ranks)
     trainer.learn_from(find_parents(config, corpus, started=True))  # its weights change no time
     if ranks.is_main:
         if not config.train.out:

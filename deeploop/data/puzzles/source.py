@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from deeploop.data.batches import IGNORE
+from deeploop.data.puzzles.generated import SETS, generated_set
 from deeploop.data.puzzles.puzzle_set import Examples, PuzzleSet, open_both
 from deeploop.data.source import Pair, Source
 from deeploop.utils.errors import InputError
@@ -78,8 +79,11 @@ class PuzzleSource(Source):
 
 
 def open_source(path: str) -> PuzzleSource:
-    """Open a puzzle data set's folder; raises InputError where it is none, or has no examples."""
-    train, test = open_both(path)
+    """Open a puzzle data set's folder, or a generated set by its name.
+
+    Raises InputError where there is none, or a split has no examples.
+    """
+    train, test = open_both(generated_set(path) if path in SETS else path)
     for split in (train, test):
         if not split.examples_count:
             raise InputError(f"data.puzzles={path!r}: its {split.split} split has no examples")

@@ -1,0 +1,104 @@
+"""HRM (arXiv 2506.21734), TRM (arXiv 2510.04871), and HRM with DeepLoop's scales (2607.13491)."""
+
+import dataclasses
+from typing import Any
+
+from deeploop.config import Config, DataConfig, ModelConfig, ReasonerConfig, TrainConfig
+
+CELLS = {"sudoku": (81, 11), "maze": (900, 6), "arc": (900, 12)}  # of a puzzle, and ids
+
+
+def reasoner_presets() -> list[Config]:
+    """List reasoners of sizes for a CPU, which are ours, and those of the papers' code.
+
+    The papers' data are built or downloaded by the user: give their folder as --data.puzzles. Steps
+    are their epochs' (at 1,000 examples an epoch; ARC's sets have more, so their number is a fit).
+    """
+    return [*tiny_presets(), *hrm_presets(), *trm_presets()]
+
+
+def tiny_presets() -> list[Config]:
+    """List the presets that a CPU trains in minutes."""
+    hrm = ReasonerConfig(segments=8)
+    trm = ReasonerConfig(
+        cycles_high=3, cycles_low=6, shared=True, gradient="last_cycle", mixer="mlp",
+        positions=False, halting="halt", segments=8,
+    )  # fmt: skip
+    attention = dataclasses.replace(trm, mixer="attention", positions=True, cycles_low=4)
+    return [
+        tiny("hrm-sudoku-tiny", "sudoku-4x4", 16, 6, hrm, lr=2e-3),
+        tiny("trm-sudoku-tiny", "sudoku-4x4", 16, 6, trm, lr=2e-3),
+        tiny("trm-maze-tiny", "maze-9x9", 81, 6, attention, lr=1e-3),
+    ]
+
+
+def tiny(name: str, data: str, cells: int, vocab: int, r: ReasonerConfig, lr: float) -> Config:
+    """Make a preset of two blocks a module on generated puzzles."""
+    return Config(
+        preset=name,
+        model=model(
+            r, d_model=64, n_layers=2, n_heads=2, d_ff=256, vocab_size=vocab, seq_len=cells
+        ),
+        data=DataConfig(puzzles=data),
+        train=TrainConfig(
+            steps=800, batch_size=64, lr=lr, weight_decay=0.1, optimizer="adam_atan2", average=0.99,
+            warmup=0.05, decay=0.0, clip=0.0, precision="fp32", eval_every=200, save_every=200,
+            eval_tokens=500 * cells,
+        ),
+    )  # fmt: skip
+
+
+def model(r: ReasonerConfig, **fields: Any) -> ModelConfig:
+    """Make the fields of a reasoner's model."""
+    return ModelConfig(
+        kind="reasoner", residual="bare_post_norm", norm_eps=1e-5, reasoner=r, **fields
+    )
+
+
+def large(name: str, r: ReasonerConfig, n_layers: int, steps: int, average: float = 0.0) -> Config:
+    """Make a preset of the papers' width on a folder of data called by the puzzle's name."""
+    kind = name.split("-")[1]
+    (cells, vocab), arc = CELLS[kind], kind == "arc"
+    return Config(
+        preset=name,
+        model=model(
+            r, d_model=512, n_layers=n_layers, n_heads=8, d_ff=1536, vocab_size=vocab, seq_len=cells
+        ),
+        data=DataConfig(puzzles=f"{kind}/"),
+        train=TrainConfig(
+            steps=steps, batch_size=768, lr=1e-4, optimizer="adam_atan2", average=average,
+            weight_decay=0.1 if arc else 1.0, puzzle_lr=1e-2 if arc else 1e-4,
+            puzzle_decay=0.1 if arc else 1.0, warmup=2000 / steps, decay=0.0, clip=0.0,
+            eval_every=steps // 20, save_every=steps // 20,
+        ),
+    )  # fmt: skip
+
+
+def hrm_presets() -> list[Config]:
+    """List HRM's own runs, and that on ARC with DeepLoop's alpha and beta.
+
+    `-deeploop` counts M_g = 24 sublayer visits, as the paper states, `-deeploop-counted` the 16
+    that have gradient in HRM's released code, and here.
+    """
+    r = ReasonerConfig(puzzle_tokens=1)
+    return [
+        large("hrm-sudoku", r, 4, 26_041),
+        large("hrm-maze", r, 4, 26_041),
+        large("hrm-arc", r, 4, 125_000),
+        large("hrm-arc-deeploop", dataclasses.replace(r, visits="paper"), 4, 125_000),
+        large("hrm-arc-deeploop-counted", dataclasses.replace(r, visits="counted"), 4, 125_000),
+    ]
+
+
+def trm_presets() -> list[Config]:
+    """List TRM's runs: Sudoku with the SwiGLU across positions, mazes and ARC with attention."""
+    r = ReasonerConfig(
+        cycles_high=3, cycles_low=4, shared=True, gradient="last_cycle", puzzle_tokens=16,
+        halting="halt",
+    )  # fmt: skip
+    sudoku = dataclasses.replace(r, cycles_low=6, mixer="mlp", positions=False)
+    return [
+        large("trm-sudoku", sudoku, 2, 65_104, 0.999),
+        large("trm-maze", r, 2, 65_104, 0.999),
+        large("trm-arc", r, 2, 125_000, 0.999),
+    ]
