@@ -180,8 +180,8 @@ def check_same_corpus(corpus: Source, ckpt: checkpoint.Checkpoint) -> None:
     if any(before.get(name) != value for name, value in now.items()):
         if corpus.answers:
             raise InputError(
-                f"task {corpus.name} makes other examples than when the run of {ckpt.path} began, "
-                "in another version; start a new run without --resume"
+                f"{corpus.name} has other examples than when the run of {ckpt.path} began, of "
+                "another version or place; start a new run without --resume"
             )
         sizes = f"{before.get('train_tokens')} training tokens then, {now.get('train_tokens')} now"
         raise InputError(

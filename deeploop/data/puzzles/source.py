@@ -64,7 +64,9 @@ class PuzzleSource(Source):
 
     def identity(self) -> dict[str, Any]:
         """Return facts of both splits that a resumed run compares."""
-        return {"puzzle_train": self.train.identity(), "puzzle_test": self.test.identity()}
+        train, test = self.train.identity(), self.test.identity()
+        content = [*train.pop("content"), *test.pop("content")]
+        return {"puzzle_train": train, "puzzle_test": test, "content": content}
 
     def floors(self) -> dict[str, float]:
         """Return the nats per label of one who knows how frequent each label is."""
