@@ -24,16 +24,3 @@ class SwiGLU(nn.Module):
         """Map n [B, T, d_model] -> [B, T, d_model]; the context is attention's and not read."""
         gate, up = adapted(self.gate_up, n, adapters[0]).chunk(2, dim=-1)
         return adapted(self.out, F.silu(gate) * up, adapters[1])
-
-
-class PositionMixer(SwiGLU):
-    """SwiGLU across the T positions of a sequence, the same for every channel (TRM's mlp_t)."""
-
-    def forward(
-        self,
-        n: Tensor,
-        context: AttentionContext | None = None,
-        adapters: Adapters = (None, None),
-    ) -> Tensor:
-        """Map n [B, T, d_model] -> [B, T, d_model], where T is the layer's width."""
-        return super().forward(n.transpose(1, 2), context, adapters).transpose(1, 2)

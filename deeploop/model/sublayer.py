@@ -7,11 +7,11 @@ from torch import Tensor, nn
 from deeploop.config import ModelConfig
 from deeploop.model.attention import Attention
 from deeploop.model.lora import Adapters, LoopAdapters
-from deeploop.model.mlp import PositionMixer, SwiGLU
+from deeploop.model.mlp import SwiGLU
 from deeploop.model.moe.layer import MoE
 from deeploop.model.residual import Residual
 
-KINDS = {Attention: "attention", SwiGLU: "mlp", PositionMixer: "mlp", MoE: "experts"}
+KINDS = {Attention: "attention", SwiGLU: "mlp", MoE: "experts"}
 
 
 class Sublayer(nn.Module):

@@ -72,16 +72,6 @@ class Ranks(NamedTuple):
             dist.all_reduce(first, dist.ReduceOp.MIN)
         return int(first) if first < self.world else None
 
-    def join_rows(self, mine: Tensor) -> Tensor:
-        """Return the tensors of all ranks one after another: [rows, ...] -> [world rows, ...]."""
-        if self.world == 1:
-            return mine
-        with span("communication"):
-            sent = mine.contiguous().view(torch.uint8) if mine.dtype == torch.bool else mine
-            every = [torch.empty_like(sent) for _ in range(self.world)]
-            dist.all_gather(every, sent.contiguous())
-            return torch.cat(every).view(mine.dtype)
-
     def gather(self, value: T) -> list[T]:
         """Return the value of every rank, in order of rank; it is pickled, and should be small."""
         values = [value] * self.world

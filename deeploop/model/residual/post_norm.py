@@ -1,7 +1,6 @@
-"""post_norm: h' = RMSNorm(alpha h + f) * gain_out, with no norm before a branch.
+"""post_norm: h' = RMSNorm(h + f) * gain_out, with no norm before a branch.
 
-The branches read the stream itself: n = h'. alpha is 1 but where a reasoner sets another.
-bare_post_norm is the same without gains.
+The branches read the stream itself: n = h'.
 
 Source: the post-norm block (arXiv 1706.03762), as in the Universal Transformer
 (arXiv 1807.03819) and HRM (arXiv 2506.21734, without gains). RMSNorm stands for LayerNorm.
@@ -26,26 +25,15 @@ class PostNorm(Residual):
     """h' = RMSNorm(h + f) * gain_out."""
 
     final_gain = norms_input = False
-    alpha = 1.0
 
     def gains(self, kind: str) -> tuple[bool, bool]:
         return False, True
 
     def __call__(self, s: LoopState, f: Tensor | Routed, visit: Visit) -> LoopState:
         f = combine(f)
-        gain = visit.sublayer.gain_out
-        h, _ = post_sandwich(s.h, f, gain, None, self.alpha, self.eps, norm=False)
+        h, _ = post_sandwich(s.h, f, visit.sublayer.gain_out, None, 1.0, self.eps, norm=False)
         return s._replace(h=h, n=self.input(h, visit.next_gain).to(f.dtype))
 
     def reference(self, s: LoopState, f: Tensor, visit: Visit) -> LoopState:
-        h = self.alpha * s.h + f
+        h = s.h + f
         return s._replace(h=F.rms_norm(h, h.shape[-1:], visit.sublayer.gain_out, self.eps))
-
-
-class BarePostNorm(PostNorm):
-    """h' = RMSNorm(alpha h + f)."""
-
-    norms_embedding = False
-
-    def gains(self, kind: str) -> tuple[bool, bool]:
-        return False, False
