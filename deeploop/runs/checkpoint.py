@@ -245,15 +245,22 @@ def load_weights(
     model.load_state_dict(read_weights(checkpoint.path / MODEL, what, model, fresh))
 
 
-def load_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) -> None:
-    """Copy the checkpoint's moments and step counts into `optimizer`.
+def load_optimizer(
+    checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, model: nn.Module
+) -> None:
+    """Copy the checkpoint's moments and step counts into `optimizer`, by parameter name.
 
-    `optimizer` keeps its weight decay and betas, because a resumed run may set others.
+    Args:
+        checkpoint: with weights.
+        optimizer: it keeps its weight decay and betas, because a resumed run may set others.
+        model: whose parameters it steps (`deeploop.train.optim.adamw`).
+
     Raises InputError where the file is damaged or does not fit the parameters.
     """
     _check_digest(checkpoint, OPTIMIZER)
     what = f"checkpoint {checkpoint.path}: {OPTIMIZER}"
-    optimizer.load_state_dict(read_optimizer(checkpoint.path / OPTIMIZER, what, optimizer))
+    state = read_optimizer(checkpoint.path / OPTIMIZER, what, optimizer, model)
+    optimizer.load_state_dict(state)
 
 
 def _check_digest(checkpoint: Checkpoint, name: str) -> None:
