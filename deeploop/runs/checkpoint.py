@@ -228,7 +228,10 @@ def _open(folder: Path, newest: bool) -> Checkpoint:
 
 
 def load_weights(
-    checkpoint: Checkpoint, model: nn.Module, fresh: Callable[[str], bool] = lambda _: False
+    checkpoint: Checkpoint,
+    model: nn.Module,
+    fresh: Callable[[str], bool] = lambda _: False,
+    remedy: str = REMEDY,
 ) -> None:
     """Copy the checkpoint's weights into `model`.
 
@@ -236,13 +239,14 @@ def load_weights(
         checkpoint: with weights.
         model: whose own weights stay where the checkpoint has none and `fresh` allows it.
         fresh: by the name of a weight, whether it may stay.
+        remedy: what to do about a weight that does not fit, in an error.
 
     Raises InputError where the file is damaged, or its names, shapes and dtypes are not the
     model's.
     """
     _check_digest(checkpoint, MODEL)
     what = f"checkpoint {checkpoint.path}: {MODEL}"
-    model.load_state_dict(read_weights(checkpoint.path / MODEL, what, model, fresh))
+    model.load_state_dict(read_weights(checkpoint.path / MODEL, what, model, fresh, remedy))
 
 
 def load_optimizer(

@@ -24,7 +24,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def read_weights(
-    path: Path, what: str, model: nn.Module, fresh: Callable[[str], bool]
+    path: Path, what: str, model: nn.Module, fresh: Callable[[str], bool], remedy: str = REMEDY
 ) -> dict[str, Tensor]:
     """Return the weights in a .safetensors file, under today's names.
 
@@ -33,6 +33,7 @@ def read_weights(
         what: name of the file in an error.
         model: whose names, shapes and dtypes the weights must have.
         fresh: by the name of a weight, whether the model's own may stay where the file has none.
+        remedy: what to do about a weight that does not fit, in an error.
 
     Raises:
         InputError: the file is damaged or a tensor is not one of the model's.
@@ -44,9 +45,9 @@ def read_weights(
     weights |= own
     for name in sorted(wanted.keys() ^ weights.keys()):
         reason = "lacks" if name in wanted else "has, and the model has not,"
-        raise InputError(f"{what} does not fit: {reason} the weight {brief(name)}; {REMEDY}")
+        raise InputError(f"{what} does not fit: {reason} the weight {brief(name)}; {remedy}")
     for name, weight in weights.items():
-        check_like(weight, wanted[name], f"{what} does not fit: the weight {name}")
+        check_like(weight, wanted[name], f"{what} does not fit: the weight {name}", remedy)
     return weights
 
 
@@ -141,13 +142,13 @@ def _copy(state: Any, parameter: Tensor, what: str) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in state.items()}
 
 
-def check_like(tensor: Any, wanted: Tensor, what: str) -> None:
+def check_like(tensor: Any, wanted: Tensor, what: str, remedy: str = REMEDY) -> None:
     """Refuse a value that is not a dense tensor of the shape and dtype of `wanted`."""
     dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided
     if not dense or tensor.device.type == "meta":
-        raise InputError(f"{what} is not a dense tensor; {REMEDY}")
+        raise InputError(f"{what} is not a dense tensor; {remedy}")
     if (tensor.shape, tensor.dtype) != (wanted.shape, wanted.dtype):
         raise InputError(
             f"{what} is {tensor.dtype} {list(tensor.shape)}, not "
-            f"{wanted.dtype} {list(wanted.shape)}; {REMEDY}"
+            f"{wanted.dtype} {list(wanted.shape)}; {remedy}"
         )
