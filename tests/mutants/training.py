@@ -292,6 +292,22 @@ MUTANTS = [
         "train/test_loop_count.py::test_ranks_draw_what_one_rank_draws",
     ),
     Mutant(
+        "progressive_of_each_sequence",
+        "A sequence that starts later takes part in a loss before its first loop",
+        "deeploop/config/train.py",
+        'self.backprop in ("full", "last")',
+        'self.backprop in ("full", "last", "progressive")',
+        "config/test_loop_count.py::test_combinations_without_a_meaning_are_refused",
+    ),
+    Mutant(
+        "act_of_each_sequence",
+        "A sequence that starts later adds up halting probabilities before its first loop",
+        "deeploop/config/depth.py",
+        'section="act", per_sequence=False,',
+        'section="act",',
+        "config/test_loop_count.py::test_combinations_without_a_meaning_are_refused",
+    ),
+    Mutant(
         "progressive_weights_exchanged",
         "The progressive loss and the whole one take each other's weight",
         "deeploop/config/backprop.py",
