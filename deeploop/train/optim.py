@@ -1,6 +1,8 @@
 """AdamW with decay groups, and learning rates as pure functions of the step."""
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +21,19 @@ def adamw(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     others = [(name, p) for name, p in named if id(p) not in kept]
     groups = [
-        {"params": [x for x in others if x[1].dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [x for x in others if x[1].dim() < 2], "weight_decay": gains},
+        _group([(name, p) for name, p in others if p.dim() >= 2], config.weight_decay),
+        _group([(name, p) for name, p in others if p.dim() < 2], gains),
     ]
     if len(others) < len(named):
-        undecayed = [(name, p) for name, p in named if id(p) in kept]
-        groups.append({"params": undecayed, "weight_decay": 0.0})
+        groups.append(_group([(name, p) for name, p in named if id(p) in kept], 0.0))
     betas = (config.beta1, config.beta2)
     return torch.optim.AdamW(groups, lr=config.lr, betas=betas, fused=True)
+
+
+def _group(named: Sequence[tuple[str, Tensor]], weight_decay: float) -> dict[str, Any]:
+    # Names by themselves: of pairs, a group without parameters has none, which torch refuses.
+    parameters, names = [p for _, p in named], [name for name, _ in named]
+    return {"params": parameters, "param_names": names, "weight_decay": weight_decay}
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:

@@ -63,8 +63,8 @@ MUTANTS = [
         "gains_decay",
         "Weight decay acts on the gains of norms, too",
         "deeploop/train/optim.py",
-        '[p for p in others if p.dim() < 2], "weight_decay": gains',
-        '[p for p in others if p.dim() < 2], "weight_decay": 0.1',
+        "if p.dim() < 2], gains)",
+        "if p.dim() < 2], 0.1)",
         "train/test_optim.py::test_only_matrices_decay",
     ),
     Mutant(
