@@ -154,7 +154,7 @@ class Trainer(ABC):
     def restore(self, ckpt: checkpoint.Checkpoint) -> None:
         """Load weights, optimizer state and step of a checkpoint; raises InputError on a misfit."""
         checkpoint.load_weights(ckpt, self.model)
-        checkpoint.load_optimizer(ckpt, self.optimizer)
+        checkpoint.load_optimizer(ckpt, self.optimizer, self.model)
         self.load_carried(checkpoint.load_carried(ckpt, self.carried()))
         self.done = ckpt.step
 
