@@ -16,6 +16,7 @@ from deeploop.config.data import DataConfig
 from deeploop.config.depth import DEPTHS, ActConfig, MorConfig, SolverConfig
 from deeploop.config.fields import MAY_CHANGE, build, check_fields, replace
 from deeploop.config.model import LoomConfig, ModelConfig, MoEConfig
+from deeploop.config.reasoner import ReasonerConfig
 from deeploop.config.renames import renamed_fields
 from deeploop.config.train import LOSSES, TrainConfig
 from deeploop.utils.errors import InputError
@@ -29,6 +30,7 @@ __all__ = [
     "MoEConfig",
     "ModelConfig",
     "MorConfig",
+    "ReasonerConfig",
     "SolverConfig",
     "TrainConfig",
 ]
