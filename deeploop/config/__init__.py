@@ -35,12 +35,6 @@ __all__ = [
     "TrainConfig",
 ]
 
-NOT_OF_REASONERS = (
-    "residual", "loops", "prelude", "coda", "start", "inject", "loop_norm", "input_norm",
-    "readout_map", "loop_signal", "depth", "lora_rank", "p", "moe",
-)  # fmt: skip
-
-
 @dataclass(frozen=True)
 class Config:
     """A whole run, as saved beside its checkpoints; raises InputError on impossible values."""
@@ -83,22 +77,19 @@ class Config:
             )
 
     def _check_kind(self) -> None:
-        """Refuse a kind of model without its data, and fields that it does not go with."""
+        """Refuse a kind of model without its data, and fields of training that it does not read."""
         m, choice = self.model, MODELS[self.model.kind]
-        if choice.puzzles != bool(self.data.puzzles):
-            needs = "needs puzzles; give data.puzzles, such as sudoku-4x4"
-            reads = f"reads no puzzles; leave out data.puzzles={self.data.puzzles!r}"
-            raise InputError(f"model.kind={m.kind}: {needs if choice.puzzles else reads}")
-        if not choice.puzzles:
-            return
-        plain = type(m)(kind=m.kind, residual="bare_post_norm", reasoner=m.reasoner)
-        for name in NOT_OF_REASONERS:
-            if (value := getattr(m, name)) != getattr(plain, name):
-                raise InputError(
-                    f"model.{name}={brief(str(value))}: is not read by model.kind={m.kind}; leave "
-                    f"it out (it must be {getattr(plain, name)})"
-                )
-        for name in ("init", "teacher", "eval_loops"):
+        if choice.puzzles and not self.data.puzzles:
+            raise InputError(
+                f"model.reasoner.cycles_high={m.reasoner.cycles_high}: a reasoner needs puzzles; "
+                "give data.puzzles, such as sudoku-4x4"
+            )
+        if self.data.puzzles and not choice.puzzles:
+            raise InputError(
+                f"data.puzzles={brief(repr(self.data.puzzles))}: only a reasoner reads puzzles; "
+                "take a preset such as trm-sudoku-tiny, or give model.reasoner.cycles_high"
+            )
+        for name in ("init", "teacher", "eval_loops") if choice.puzzles else ():
             if value := getattr(self.train, name):
                 raise InputError(f"train.{name}={value!r}: is read by language models alone")
 

@@ -14,7 +14,7 @@ from deeploop.config.fields import (
     check_fields,
     flag,
 )
-from deeploop.config.reasoner import ReasonerConfig
+from deeploop.config.reasoner import ReasonerConfig, check_reasoner
 from deeploop.utils.errors import InputError
 
 MAX_EXPERTS = 512  # of sigmoid_router; importing it from there would import torch
@@ -26,16 +26,17 @@ class ResidualChoice(NamedTuple):
     rule: str  # "module:Class", a subclass of deeploop.model.residual.base.Residual
     exponent: float | None = None  # default p of alpha = (2N)^p, beta = (8N)^-p; None: both are 1
     section: str | None = None  # the section of ModelConfig that only this rule reads
+    reasons: bool = False  # whether the modules of a reasoner can have it
 
 
 class ModelChoice(NamedTuple):
-    """One value of `model.kind`: the class that trains it, and what it goes together with."""
+    """A kind of model: the class that trains it, and what it goes together with."""
 
     trainer: str  # "module:Class", a subclass of deeploop.train.trainer.Trainer
     puzzles: bool = False  # whether it trains on data.puzzles, else on a text or a task
 
 
-# The registry of kinds of models.
+# The registry of kinds of models (`ModelConfig.kind`).
 MODELS = {
     "language": ModelChoice("deeploop.train.language:LanguageTrainer"),
     "reasoner": ModelChoice("deeploop.train.reasoner:ReasonerTrainer", puzzles=True),
@@ -45,7 +46,9 @@ MODELS = {
 RESIDUALS = {
     "pre_norm": ResidualChoice("deeploop.model.residual.pre_norm:PreNorm"),
     "post_norm": ResidualChoice("deeploop.model.residual.post_norm:PostNorm"),
-    "bare_post_norm": ResidualChoice("deeploop.model.residual.post_norm:BarePostNorm"),
+    "plain_post_norm": ResidualChoice(
+        "deeploop.model.residual.plain_post_norm:PlainPostNorm", reasons=True
+    ),
     "peri_norm": ResidualChoice("deeploop.model.residual.peri_norm:PeriNorm"),
     "deepnorm": ResidualChoice(
         "deeploop.model.residual.deepnorm:DeepNorm", scaling.DEEPNORM_EXPONENT
@@ -136,9 +139,6 @@ class LoomConfig:
 class ModelConfig:
     """A looped language model: P + K + C physical blocks, of which K run R = loops times."""
 
-    kind: Annotated[
-        str, flag("a causal language model, or a reasoner on puzzles (HRM, TRM)", choices=MODELS)
-    ] = "language"
     residual: Annotated[str, flag("residual rule; pre_norm is h + f", choices=RESIDUALS)] = (
         "deeploop"
     )
@@ -215,10 +215,13 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "model.")
-        check_choice("model.kind", self.kind, MODELS)
         check_choice("model.residual", self.residual, RESIDUALS)
         check_choice("model.depth", self.depth, DEPTHS)
         check_capacities(self)
+        reasons = self.reasoner.cycles_high > 0
+        if reasons:
+            rules = [name for name, choice in RESIDUALS.items() if choice.reasons]
+            check_reasoner(self, ModelConfig, rules)
         if self.d_model % self.n_heads or (self.d_model // self.n_heads) % 2:
             raise InputError(
                 f"model.n_heads={self.n_heads}: must divide model.d_model={self.d_model} "
@@ -234,12 +237,18 @@ class ModelConfig:
                 f"model.lora_rank={self.lora_rank}: a mixture of experts has no adapters; leave "
                 "model.lora_rank or model.moe.experts out"
             )
-        if self.p is not None and (self.exponent is None or not 0 <= self.p <= 2):
+        has_exponent = self.exponent is not None or (reasons and self.reasoner.visits != "plain")
+        if self.p is not None and (not has_exponent or not 0 <= self.p <= 2):
             scaled = [name for name, choice in RESIDUALS.items() if choice.exponent is not None]
             raise InputError(
                 f"model.p={self.p}: an exponent from 0 to 2 of the rules {' and '.join(scaled)}"
-                f" (model.residual={self.residual})"
+                f" (model.residual={self.residual}), or of a reasoner with model.reasoner.visits"
             )
+
+    @property
+    def kind(self) -> str:
+        """The kind of model, a name in MODELS."""
+        return "reasoner" if self.reasoner.cycles_high else "language"
 
     @property
     def ff_width(self) -> int:

@@ -103,10 +103,10 @@ class ReasonerTrainer(Trainer):
             metrics.grad_norm = clip_gradients(self.model, t.clip)
             rate = learning_rate(self.done, t)
             step_if_finite(self.optimizer, metrics.grad_norm, rate)
-            if self.model.embed_puzzles is not None:
-                finite = metrics.grad_norm.isfinite()
+            if self.model.puzzles is not None:
+                skip = ~metrics.grad_norm.isfinite()
                 puzzle_rate = t.puzzle_lr * rate / t.lr
-                self.model.embed_puzzles.step(puzzle_rate, t.puzzle_decay, finite, self.ranks)
+                self.model.puzzles.step(puzzle_rate, t.puzzle_decay, self.ranks, skip)
             self.optimizer.zero_grad(set_to_none=True)
         metrics.gather(self.ranks)
         return metrics
@@ -117,9 +117,9 @@ class ReasonerTrainer(Trainer):
         rows = self.rows
         mine = {
             "high": rows.carry.high, "low": rows.carry.low, "steps": rows.steps,
-            "halted": rows.halted, **rows.examples._asdict(),
+            "halted": rows.halted.to(torch.uint8), **rows.examples._asdict(),
         }  # fmt: skip
-        every = {f"rows.{name}": self.ranks.join_rows(tensor) for name, tensor in mine.items()}
+        every = {f"rows.{name}": self.ranks.all_gather(tensor) for name, tensor in mine.items()}
         return {**super().carried(), **every}
 
     def load_carried(self, tensors: Mapping[str, Tensor]) -> None:
@@ -131,7 +131,7 @@ class ReasonerTrainer(Trainer):
 
         self.rows = Rows(
             Carry(rows("high"), rows("low")), Examples(*map(rows, Examples._fields)),
-            rows("steps"), rows("halted"),
+            rows("steps"), rows("halted").bool(),
         )  # fmt: skip
 
     # Validation and checks

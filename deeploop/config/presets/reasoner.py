@@ -19,7 +19,7 @@ def reasoner_presets() -> list[Config]:
 
 def tiny_presets() -> list[Config]:
     """List the presets that a CPU trains in minutes."""
-    hrm = ReasonerConfig(segments=8)
+    hrm = ReasonerConfig(cycles_high=2, segments=8)
     trm = ReasonerConfig(
         cycles_high=3, cycles_low=6, shared=True, gradient="last_cycle", mixer="mlp",
         positions=False, halting="halt", segments=8,
@@ -37,7 +37,7 @@ def tiny(name: str, data: str, cells: int, vocab: int, r: ReasonerConfig, lr: fl
     return Config(
         preset=name,
         model=model(
-            r, d_model=64, n_layers=2, n_heads=2, d_ff=256, vocab_size=vocab, seq_len=cells
+            r, d_model=64, n_heads=2, d_ff=256, vocab_size=vocab, seq_len=cells
         ),
         data=DataConfig(puzzles=data),
         train=TrainConfig(
@@ -51,18 +51,18 @@ def tiny(name: str, data: str, cells: int, vocab: int, r: ReasonerConfig, lr: fl
 def model(r: ReasonerConfig, **fields: Any) -> ModelConfig:
     """Make the fields of a reasoner's model."""
     return ModelConfig(
-        kind="reasoner", residual="bare_post_norm", norm_eps=1e-5, reasoner=r, **fields
+        residual="plain_post_norm", norm_eps=1e-5, reasoner=r, **fields
     )
 
 
-def large(name: str, r: ReasonerConfig, n_layers: int, steps: int, average: float = 0.0) -> Config:
+def large(name: str, r: ReasonerConfig, steps: int, average: float = 0.0) -> Config:
     """Make a preset of the papers' width on a folder of data called by the puzzle's name."""
     kind = name.split("-")[1]
     (cells, vocab), arc = CELLS[kind], kind == "arc"
     return Config(
         preset=name,
         model=model(
-            r, d_model=512, n_layers=n_layers, n_heads=8, d_ff=1536, vocab_size=vocab, seq_len=cells
+            r, d_model=512, n_heads=8, d_ff=1536, vocab_size=vocab, seq_len=cells
         ),
         data=DataConfig(puzzles=f"{kind}/"),
         train=TrainConfig(
@@ -80,13 +80,13 @@ def hrm_presets() -> list[Config]:
     `-deeploop` counts M_g = 24 sublayer visits, as the paper states, `-deeploop-counted` the 16
     that have gradient in HRM's released code, and here.
     """
-    r = ReasonerConfig(puzzle_tokens=1)
+    r = ReasonerConfig(cycles_high=2, layers_high=4, layers_low=4, puzzle_tokens=1)
     return [
-        large("hrm-sudoku", r, 4, 26_041),
-        large("hrm-maze", r, 4, 26_041),
-        large("hrm-arc", r, 4, 125_000),
-        large("hrm-arc-deeploop", dataclasses.replace(r, visits="paper"), 4, 125_000),
-        large("hrm-arc-deeploop-counted", dataclasses.replace(r, visits="counted"), 4, 125_000),
+        large("hrm-sudoku", r, 26_041),
+        large("hrm-maze", r, 26_041),
+        large("hrm-arc", r, 125_000),
+        large("hrm-arc-deeploop", dataclasses.replace(r, visits="paper"), 125_000),
+        large("hrm-arc-deeploop-counted", dataclasses.replace(r, visits="counted"), 125_000),
     ]
 
 
@@ -98,7 +98,7 @@ def trm_presets() -> list[Config]:
     )  # fmt: skip
     sudoku = dataclasses.replace(r, cycles_low=6, mixer="mlp", positions=False)
     return [
-        large("trm-sudoku", sudoku, 2, 65_104, 0.999),
-        large("trm-maze", r, 2, 65_104, 0.999),
-        large("trm-arc", r, 2, 125_000, 0.999),
+        large("trm-sudoku", sudoku, 65_104, 0.999),
+        large("trm-maze", r, 65_104, 0.999),
+        large("trm-arc", r, 125_000, 0.999),
     ]
