@@ -35,6 +35,7 @@ __all__ = [
     "TrainConfig",
 ]
 
+
 @dataclass(frozen=True)
 class Config:
     """A whole run, as saved beside its checkpoints; raises InputError on impossible values."""

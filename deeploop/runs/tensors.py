@@ -59,7 +59,11 @@ def read_tensors(path: Path, what: str, wanted: Mapping[str, Tensor]) -> dict[st
 
 
 def check_same_tensors(
-    tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor], what: str, kind: str, remedy: str = REMEDY
+    tensors: Mapping[str, Tensor],
+    wanted: Mapping[str, Tensor],
+    what: str,
+    kind: str,
+    remedy: str = REMEDY,
 ) -> None:
     """Refuse tensors of other names, shapes or dtypes than wanted."""
     for name in sorted(wanted.keys() ^ tensors.keys()):

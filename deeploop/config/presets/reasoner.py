@@ -50,9 +50,7 @@ def tiny(name: str, data: str, cells: int, vocab: int, r: ReasonerConfig, lr: fl
 
 def model(r: ReasonerConfig, **fields: Any) -> ModelConfig:
     """Make the fields of a reasoner's model."""
-    return ModelConfig(
-        residual="plain_post_norm", norm_eps=1e-5, reasoner=r, **fields
-    )
+    return ModelConfig(residual="plain_post_norm", norm_eps=1e-5, reasoner=r, **fields)
 
 
 def large(name: str, r: ReasonerConfig, steps: int, average: float = 0.0) -> Config:
