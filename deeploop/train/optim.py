@@ -1,11 +1,25 @@
-"""AdamW with decay groups, and learning rates as pure functions of the step."""
+"""Optimizers with decay groups, and learning rates as pure functions of the step."""
 
+import importlib
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from deeploop.config import TrainConfig
+from deeploop.config.train import OPTIMIZERS
+from deeploop.train.adam_atan2 import AdamATan2
+
+
+def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """Make the optimizer that `config.optimizer` names (`deeploop.config.train.OPTIMIZERS`).
+
+    Every one keeps step, exp_avg and exp_avg_sq of each parameter, and skips a step whose
+    `found_inf` is not 0 (`step_if_finite`).
+    """
+    module, _, name = OPTIMIZERS[config.optimizer].partition(":")
+    return getattr(importlib.import_module(module), name)(model, config)
 
 
 def adamw(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
@@ -13,6 +27,18 @@ def adamw(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
 
     What a module's method `undecayed` returns is never decayed.
     """
+    betas = (config.beta1, config.beta2)
+    return torch.optim.AdamW(decay_groups(model, config), lr=config.lr, betas=betas, fused=True)
+
+
+def adam_atan2(model: nn.Module, config: TrainConfig) -> AdamATan2:
+    """Make an AdamATan2 with the decay groups of `adamw`."""
+    betas = (config.beta1, config.beta2)
+    return AdamATan2(decay_groups(model, config), lr=config.lr, betas=betas)
+
+
+def decay_groups(model: nn.Module, config: TrainConfig) -> list[dict[str, Any]]:
+    """Group parameters by weight decay: matrices, then vectors, then what is never decayed."""
     gains = config.weight_decay if config.decay_gains else 0.0
     kept = {id(p) for module in model.modules() for p in getattr(module, "undecayed", tuple)()}
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -24,15 +50,14 @@ def adamw(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     if len(others) < len(parameters):
         undecayed = [p for p in parameters if id(p) in kept]
         groups.append({"params": undecayed, "weight_decay": 0.0})
-    betas = (config.beta1, config.beta2)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, fused=True)
+    return groups
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
     """Return the learning rate of a step from 0 to steps - 1.
 
-    The rate rises linearly to `lr` over the first `warmup` of the steps and ends at
-    `min_lr * lr`, which the last step takes exactly. wsd: constant, then linear over the
+    The rate rises linearly to `lr` over the first `warmup` of the steps. constant: it stays there.
+    Else it ends at `min_lr * lr`, which the last step takes exactly. wsd: constant, then linear over the
     last `decay` of the steps (10/80/10 by default). cosine: half a cosine from the step at
     `lr` to the last.
 
@@ -43,6 +68,8 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     last, warmup = config.steps - 1, round(config.warmup * config.steps)
     if step < warmup:
         return config.lr * (step + 1) / warmup
+    if config.schedule == "constant":
+        return config.lr
     decay = last - max(0, warmup - 1)  # steps after the first one at lr
     if config.schedule == "wsd":
         decay = min(decay, round(config.decay * config.steps))
@@ -66,11 +93,11 @@ def clip_gradients(model: nn.Module, limit: float) -> Tensor:
     return norm
 
 
-def step_if_finite(optimizer: torch.optim.AdamW, grad_norm: Tensor, lr: float) -> None:
+def step_if_finite(optimizer: torch.optim.Optimizer, grad_norm: Tensor, lr: float) -> None:
     """Take one optimizer step, skipped on the device if the gradient norm is not finite.
 
-    Fused optimizers take the skip flag as a tensor, as GradScaler passes it: weights and
-    moments then stay unchanged, and the host does not wait for the device.
+    Fused optimizers and AdamATan2 take the skip flag as a tensor, as GradScaler passes it:
+    weights and moments then stay unchanged, and the host does not wait for the device.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr

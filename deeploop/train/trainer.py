@@ -29,7 +29,7 @@ from deeploop.train.finite import first_nonfinite, state_is_finite, stream_is_fi
 from deeploop.train.held_out import held_out_figures, in_words
 from deeploop.train.losses import loss_rule
 from deeploop.train.metrics import StepMetrics, largest_rms
-from deeploop.train.optim import adamw, learning_rate
+from deeploop.train.optim import learning_rate
 from deeploop.train.parents import Parents, load_teacher, start_from
 from deeploop.train.progress import ProgressBar
 from deeploop.train.step import train_step
@@ -64,7 +64,7 @@ class Trainer:
         self.model = LoopLM(config.model).to(self.device)
         loss_rule(config.train).freeze_others(self.model)
         self.teacher: LoopLM | None = None
-        self.optimizer = adamw(self.model, config.train)
+        self.optimizer = make_optimizer(self.model, config.train)
         if config.train.compile:
             # Branches only: updates are single kernels already, and no graph
             # then depends on the number of loops.
