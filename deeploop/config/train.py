@@ -37,10 +37,10 @@ LOSSES = {
     "gate": LossChoice("deeploop.train.losses.exits:GateAlone", gate=True, backprops=("full",)),
 }
 
-# The registry of optimizers: "module:Class" takes groups of parameters, lr and betas.
+# The registry of optimizers: "module:function" of a model and a TrainConfig.
 OPTIMIZERS = {
-    "adamw": "torch.optim:AdamW",
-    "adam_atan2": "deeploop.train.adam_atan2:AdamATan2",
+    "adamw": "deeploop.train.optim:adamw",
+    "adam_atan2": "deeploop.train.optim:adam_atan2",
 }
 
 
@@ -144,7 +144,10 @@ class TrainConfig:
     ] = 0.5
     optimizer: Annotated[
         str,
-        flag("adamw, or adam_atan2 (HRM, TRM): Adam with atan2, no epsilon", choices=OPTIMIZERS),
+        flag(
+            "adamw, or adam_atan2: atan2(m, sqrt v) in the place of m / (sqrt v + epsilon)",
+            choices=OPTIMIZERS,
+        ),
     ] = "adamw"
     average: Annotated[
         float,
@@ -158,8 +161,8 @@ class TrainConfig:
         float, flag("weight decay of puzzle embeddings"), NOT_NEGATIVE, MAY_CHANGE
     ] = 0.1
     schedule: Annotated[
-        Literal["wsd", "cosine"],
-        flag("wsd: warm up, stay, decay; cosine: warm up, cosine decay"),
+        Literal["wsd", "cosine", "constant"],
+        flag("wsd: warm up, stay, decay; cosine: warm up, cosine decay; constant: warm up, stay"),
         MAY_CHANGE,
     ] = "wsd"
     warmup: Annotated[float, flag("fraction of steps spent warming up"), FRACTION, MAY_CHANGE] = 0.1
@@ -169,12 +172,12 @@ class TrainConfig:
     min_lr: Annotated[
         float, flag("learning rate of the last step, as a fraction of lr"), FRACTION, MAY_CHANGE
     ] = 0.0
-    weight_decay: Annotated[
-        float, flag("AdamW weight decay, on matrices"), NOT_NEGATIVE, MAY_CHANGE
-    ] = 0.1
-    decay_gains: Annotated[bool, flag("AdamW weight decay on norm gains, too")] = False
-    beta1: Annotated[float, flag("AdamW first moment decay"), FRACTION, MAY_CHANGE] = 0.9
-    beta2: Annotated[float, flag("AdamW second moment decay"), FRACTION, MAY_CHANGE] = 0.95
+    weight_decay: Annotated[float, flag("weight decay, on matrices"), NOT_NEGATIVE, MAY_CHANGE] = (
+        0.1
+    )
+    decay_gains: Annotated[bool, flag("weight decay on norm gains, too")] = False
+    beta1: Annotated[float, flag("decay of the first moment"), FRACTION, MAY_CHANGE] = 0.9
+    beta2: Annotated[float, flag("decay of the second moment"), FRACTION, MAY_CHANGE] = 0.95
     clip: Annotated[
         float,
         flag("gradients are scaled down to this global norm; 0: no clipping"),

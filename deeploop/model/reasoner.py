@@ -19,7 +19,7 @@ Sources: HRM, arXiv 2506.21734; TRM, arXiv 2510.04871; DeepLoop on HRM, arXiv 26
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -33,13 +33,14 @@ from deeploop.model.attention import Attention, AttentionContext, rope_tables
 from deeploop.model.init import truncated_normal_
 from deeploop.model.mlp import PositionMixer, SwiGLU
 from deeploop.model.puzzle_embedding import PuzzleEmbedding
-from deeploop.model.residual import residual_rule
+from deeploop.model.residual import Residual, residual_rule
 from deeploop.model.state import LoopState, OnVisit, visits
 from deeploop.model.sublayer import Sublayer
 from deeploop.utils.device import autocast_dtype
 from deeploop.utils.errors import InputError
 from deeploop.utils.spans import span
 
+NO_COPIES: Mapping[tuple[int, int], Sequence[Sublayer]] = {}
 Q_BIAS = -5.0  # sigmoid .0067: at first no sequence is thought to be right
 
 
@@ -58,30 +59,43 @@ class Segment(NamedTuple):
     q: Tensor  # float32 [B, 2]: logits of halting and of going on
 
 
-class Module(nn.Module):
+class Call(NamedTuple):
+    """What a call of a module reads beside its two arguments."""
+
+    context: AttentionContext
+    number: int = 0  # of the module's calls in its role, counted from 0: `Visit.loop`
+    on_visit: OnVisit | None = None
+    sublayers: Sequence[Sublayer] | None = None  # others in the place of the module's
+
+    def of(self, number: int, sublayers: Sequence[Sublayer] | None) -> Call:
+        """Return another call of the segment."""
+        return self._replace(number=number, sublayers=sublayers)
+
+
+class ReasonerModule(nn.Module):
     """L or H: blocks on the sum of a state and an input."""
 
     sublayers: Sequence[Sublayer]
 
-    def __init__(self, config: ModelConfig, layers: int, scales: Scales):
+    def __init__(self, config: ModelConfig, layers: int, scales: Scales, first_block: int = 0):
         super().__init__()
-        self.rule = residual_rule(config, scales)
-        made = [s for _ in range(layers) for s in _block(config, self)]
+        self.rule, self.first_block = residual_rule(config, scales), first_block
+        made = [s for _ in range(layers) for s in _block(config, self.rule)]
         self.sublayers = nn.ModuleList(made)  # type: ignore[assignment]
 
-    def forward(
-        self, z: Tensor, x: Tensor, context: AttentionContext, on_visit: OnVisit | None = None
-    ) -> Tensor:
+    def forward(self, z: Tensor, x: Tensor, call: Call) -> Tensor:
         """Run the blocks on z + x, each [B, P + T, d_model]; returns the new z."""
         h = z + x
         s = LoopState(h, h.to(autocast_dtype(h)))
-        for visit in visits(self.sublayers, None, 0, None, norm=False):
+        for visit in visits(
+            call.sublayers or self.sublayers, call.number, self.first_block, None, norm=False
+        ):
             with span(visit.sublayer.kind):
-                f = visit.branch(s.normed, context)
+                f = visit.branch(s.normed, call.context)
             with span("updates"):
                 s = self.rule(s, f, visit)
-            if on_visit is not None:
-                on_visit(visit, s.h)
+            if call.on_visit is not None:
+                call.on_visit(visit, s.h)
         return s.h
 
 
@@ -110,8 +124,10 @@ class Reasoner(nn.Module):
         high, low = module_scales(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, d)
         self.puzzles = PuzzleEmbedding(r.puzzles, d) if r.puzzle_tokens else None
-        self.low = Module(config, r.layers_low, low)
-        self.own_high = None if r.shared else Module(config, r.layers_high, high)
+        self.low = ReasonerModule(config, r.layers_low, low)
+        self.own_high = (
+            None if r.shared else ReasonerModule(config, r.layers_high, high, r.layers_low)
+        )
         self.lm_head = nn.Linear(d, config.vocab_size, bias=False)
         self.q_head = nn.Linear(d, 2)
         self.register_buffer("start_high", torch.empty(d))
@@ -124,7 +140,7 @@ class Reasoner(nn.Module):
         init_weights(self)
 
     @property
-    def high(self) -> Module:
+    def high(self) -> ReasonerModule:
         """The module H; L itself where one has both roles."""
         return self.low if self.own_high is None else self.own_high
 
@@ -153,6 +169,7 @@ class Reasoner(nn.Module):
         puzzles: Tensor | None,
         carry: Carry,
         on_visit: OnVisit | None = None,
+        by_call: Mapping[tuple[int, int], Sequence[Sublayer]] = NO_COPIES,
     ) -> Segment:
         """Run one segment.
 
@@ -161,22 +178,24 @@ class Reasoner(nn.Module):
             puzzles: int64 [B], of a model with puzzle tokens; else not read.
             carry: the states after the segment before, or of `start`.
             on_visit: called with each visit and the stream after it.
+            by_call: other sublayers for some calls, such as copies with gradients of their own, by
+                (cycle, step of L), or (cycle, -1) for H.
 
         Raises:
             InputError: another number of cells than `model.seq_len`, or no puzzles where the model
                 has tokens for them.
         """
         e = self.embed(tokens, puzzles)
-        L, H, (z_H, z_L) = self.low, self.high, carry
-        context = self.context(e)
-        for cycle in range(self.config.reasoner.cycles_high):
-            for step in range(self.config.reasoner.cycles_low):
+        L, H, (z_H, z_L), r = self.low, self.high, carry, self.config.reasoner
+        call = Call(self.context(e), on_visit=on_visit)
+        for cycle in range(r.cycles_high):
+            for step in range(r.cycles_low):
                 with self.gradient(cycle, step):
-                    z_L = L(z_L, z_H + e, context, on_visit)
+                    number = cycle * r.cycles_low + step
+                    z_L = L(z_L, z_H + e, call.of(number, by_call.get((cycle, step))))
             with self.gradient(cycle):
-                z_H = H(z_H, z_L, context, on_visit)
-        cells = z_H[:, self.config.reasoner.puzzle_tokens :]
-        return Segment(Carry(z_H.detach(), z_L.detach()), cells, self.q(z_H))
+                z_H = H(z_H, z_L, call.of(cycle, by_call.get((cycle, -1))))
+        return Segment(Carry(z_H.detach(), z_L.detach()), z_H[:, r.puzzle_tokens :], self.q(z_H))
 
     def gradient(self, cycle: int, step: int = -1) -> AbstractContextManager:
         """Return a context with gradients on if a call has them: a step of L, or -1 for H."""
@@ -244,7 +263,7 @@ def positions(config: ModelConfig) -> int:
     return config.reasoner.puzzle_tokens + config.seq_len
 
 
-def _block(config: ModelConfig, module: Module) -> list[Sublayer]:
+def _block(config: ModelConfig, rule: Residual) -> list[Sublayer]:
     """Make one block: what mixes positions, then SwiGLU."""
     d, r, length = config.d_model, config.reasoner, positions(config)
     mixer: Attention | PositionMixer
@@ -252,7 +271,7 @@ def _block(config: ModelConfig, module: Module) -> list[Sublayer]:
         mixer = PositionMixer(length, r.mixer_width or 64 * -(-8 * length // (3 * 64)))
     else:
         mixer = Attention(d, config.n_heads, config.qk_norm, config.norm_eps)
-    return [Sublayer(branch, d, module.rule) for branch in (mixer, SwiGLU(d, config.ff_width))]
+    return [Sublayer(branch, d, rule) for branch in (mixer, SwiGLU(d, config.ff_width))]
 
 
 @torch.no_grad()
@@ -270,11 +289,10 @@ def init_weights(model: Reasoner) -> None:
     model.q_head.bias.fill_(Q_BIAS)
     for start in (model.start_high, model.start_low):
         truncated_normal_(start, 1.0)
-    for module in (model.low, model.own_high):
-        for sublayer in () if module is None else module.sublayers:
-            branch, beta = sublayer.branch, module.rule.init_gain()
-            for name, linear in branch.named_children():
-                assert isinstance(linear, nn.Linear)
-                truncated_normal_(linear.weight, linear.in_features**-0.5)
-                scaled = linear.weight[2 * d :] if name == "qkv" else linear.weight
-                scaled.mul_(beta)
+    modules = [m for m in (model.low, model.own_high) if m is not None]
+    for module, sublayer in ((m, s) for m in modules for s in m.sublayers):
+        for name, linear in sublayer.branch.named_children():
+            assert isinstance(linear, nn.Linear)
+            truncated_normal_(linear.weight, linear.in_features**-0.5)
+            scaled = linear.weight[2 * d :] if name == "qkv" else linear.weight
+            scaled.mul_(module.rule.init_gain())

@@ -10,15 +10,40 @@ from torch import Tensor, nn
 
 from deeploop.config import TrainConfig
 from deeploop.config.train import OPTIMIZERS
+from deeploop.train.adam_atan2 import AdamATan2
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """Make the optimizer that `config.optimizer` names; AdamW is PyTorch's fused one.
+    """Make the optimizer that `config.optimizer` names (`deeploop.config.train.OPTIMIZERS`).
 
-    It decays matrices and, with `decay_gains`, norm gains.
+    Every one keeps step, exp_avg and exp_avg_sq of each parameter, and skips a step whose
+    `found_inf` is not 0 (`step_if_finite`).
+    """
+    module, _, name = OPTIMIZERS[config.optimizer].partition(":")
+    return getattr(importlib.import_module(module), name)(model, config)
 
-    What a module's method `undecayed` returns is never decayed. The groups have the parameters'
-    names, by which a checkpoint's moments are given back (`deeploop.runs.tensors`).
+
+def adamw(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    """Make a fused AdamW that decays matrices and, with `decay_gains`, norm gains.
+
+    What a module's method `undecayed` returns is never decayed.
+    """
+    betas = (config.beta1, config.beta2)
+    return torch.optim.AdamW(decay_groups(model, config), lr=config.lr, betas=betas, fused=True)
+
+
+def adam_atan2(model: nn.Module, config: TrainConfig) -> AdamATan2:
+    """Make an AdamATan2 with the decay groups of `adamw`."""
+    betas = (config.beta1, config.beta2)
+    return AdamATan2(decay_groups(model, config), lr=config.lr, betas=betas)
+
+
+def decay_groups(model: nn.Module, config: TrainConfig) -> list[dict[str, Any]]:
+    """Group parameters by weight decay: matrices, then vectors, then what is never decayed.
+
+    Vectors, such as norm gains, are decayed with `decay_gains`; what a module's method `undecayed`
+    returns never is. The groups have the parameters' names, by which a checkpoint's moments are
+    given back (`deeploop.runs.tensors`).
     """
     gains = config.weight_decay if config.decay_gains else 0.0
     kept = {id(p) for module in model.modules() for p in getattr(module, "undecayed", tuple)()}
@@ -30,12 +55,7 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
     ]
     if len(others) < len(named):
         groups.append(_group([(name, p) for name, p in named if id(p) in kept], 0.0))
-    betas = (config.beta1, config.beta2)
-    module, _, name = OPTIMIZERS[config.optimizer].partition(":")
-    options = {"fused": True} if module == "torch.optim" else {}
-    kind = getattr(importlib.import_module(module), name)
-    made: torch.optim.Optimizer = kind(groups, lr=config.lr, betas=betas, **options)
-    return made
+    return groups
 
 
 def _group(named: Sequence[tuple[str, Tensor]], weight_decay: float) -> dict[str, Any]:
@@ -47,8 +67,8 @@ def _group(named: Sequence[tuple[str, Tensor]], weight_decay: float) -> dict[str
 def learning_rate(step: int, config: TrainConfig) -> float:
     """Return the learning rate of a step from 0 to steps - 1.
 
-    The rate rises linearly to `lr` over the first `warmup` of the steps and ends at
-    `min_lr * lr`, which the last step takes exactly. wsd: constant, then linear over the
+    The rate rises linearly to `lr` over the first `warmup` of the steps. constant: it stays there.
+    Else it ends at `min_lr * lr`, which the last step takes exactly. wsd: constant, then linear over the
     last `decay` of the steps (10/80/10 by default). cosine: half a cosine from the step at
     `lr` to the last.
 
@@ -59,6 +79,8 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     last, warmup = config.steps - 1, round(config.warmup * config.steps)
     if step < warmup:
         return config.lr * (step + 1) / warmup
+    if config.schedule == "constant":
+        return config.lr
     decay = last - max(0, warmup - 1)  # steps after the first one at lr
     if config.schedule == "wsd":
         decay = min(decay, round(config.decay * config.steps))
@@ -85,8 +107,8 @@ def clip_gradients(model: nn.Module, limit: float) -> Tensor:
 def step_if_finite(optimizer: torch.optim.Optimizer, grad_norm: Tensor, lr: float) -> None:
     """Take one optimizer step, skipped on the device if the gradient norm is not finite.
 
-    Fused optimizers take the skip flag as a tensor, as GradScaler passes it: weights and
-    moments then stay unchanged, and the host does not wait for the device.
+    Fused optimizers and AdamATan2 take the skip flag as a tensor, as GradScaler passes it:
+    weights and moments then stay unchanged, and the host does not wait for the device.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr

@@ -13,12 +13,12 @@ from deeploop.data.puzzles.source import PuzzleSource
 from deeploop.eval.boards import by_segment
 from deeploop.model.looplm import count_parameters
 from deeploop.model.reasoner import Carry, Reasoner
+from deeploop.train.halting import least_segments
 from deeploop.train.optim import clip_gradients, learning_rate, make_optimizer, step_if_finite
 from deeploop.train.supervision import (
     Rows,
     SegmentResult,
     first_rows,
-    least_segments,
     refill,
     run_segment,
 )
@@ -54,7 +54,7 @@ class SegmentMetrics:
         of_halted = {name: sums.pop(name) for name in ("halted_exact", "halted_steps")}
         figures = {"loss": sums.pop("answers") / n, "grad_norm": self.grad_norm.item()}
         figures |= {"accuracy": sums.pop("exact") / n, "token_accuracy": sums.pop("token") / n}
-        figures |= {f"q_{name}_loss": value / n for name, value in sums.items()}
+        figures |= {f"{name}_loss": value / n for name, value in sums.items()}
         figures["halted"] = halted / n
         if halted:
             figures["halted_accuracy"] = of_halted["halted_exact"] / halted
@@ -88,13 +88,15 @@ class ReasonerTrainer(Trainer):
         t, r = self.config.train, self.config.model.reasoner
         with span("data"):
             new = self.examples()
-            least = self.send(least_segments(r, t.seed, self.done, self.sequences))
-        rows = refill(self.model, self.rows, new)
+            mine = self.sequences
+            numbers = torch.arange(mine.start, mine.stop) + self.done * t.batch_size
+            least = self.send(least_segments(t.seed, numbers, r))
+        rows = refill(self.model, self.rows, new, least)
         self.inputs = rows.examples.inputs
         metrics, after = SegmentMetrics(t.batch_size, self.device), []
-        for first in range(0, len(least), self.micro):
+        for first in range(0, len(mine), self.micro):
             some = slice(first, first + self.micro)
-            result = run_segment(self.model, self.config, rows_of(rows, some), least[some])
+            result = run_segment(self.model, self.config, rows_of(rows, some))
             metrics.add(result)
             after.append(result.rows)
         self.rows = after[0] if len(after) == 1 else join(after)
@@ -117,7 +119,7 @@ class ReasonerTrainer(Trainer):
         rows = self.rows
         mine = {
             "high": rows.carry.high, "low": rows.carry.low, "steps": rows.steps,
-            "halted": rows.halted.to(torch.uint8), **rows.examples._asdict(),
+            "least": rows.least, "halted": rows.halted.to(torch.uint8), **rows.examples._asdict(),
         }  # fmt: skip
         every = {f"rows.{name}": self.ranks.all_gather(tensor) for name, tensor in mine.items()}
         return {**super().carried(), **every}
@@ -131,7 +133,7 @@ class ReasonerTrainer(Trainer):
 
         self.rows = Rows(
             Carry(rows("high"), rows("low")), Examples(*map(rows, Examples._fields)),
-            rows("steps"), rows("halted").bool(),
+            rows("steps"), rows("least"), rows("halted").bool(),
         )  # fmt: skip
 
     # Validation and checks
@@ -189,10 +191,10 @@ class ReasonerTrainer(Trainer):
 
 def rows_of(rows: Rows, some: slice) -> Rows:
     """Return some of the rows."""
-    carry, examples, steps, halted = rows
+    carry, examples, *others = rows
     return Rows(
-        Carry(*(x[some] for x in carry)), Examples(*(x[some] for x in examples)), steps[some],
-        halted[some],
+        Carry(*(x[some] for x in carry)), Examples(*(x[some] for x in examples)),
+        *(x[some] for x in others),
     )  # fmt: skip
 
 
@@ -202,6 +204,8 @@ def join(pieces: list[Rows]) -> Rows:
     def cat(*tensors: Tensor) -> Tensor:
         return torch.cat(tensors)
 
-    carry = Carry(*map(cat, *(p.carry for p in pieces)))
-    examples = Examples(*map(cat, *(p.examples for p in pieces)))
-    return Rows(carry, examples, cat(*(p.steps for p in pieces)), cat(*(p.halted for p in pieces)))
+    carries, examples, *others = zip(*pieces, strict=True)
+    return Rows(
+        Carry(*map(cat, *carries)), Examples(*map(cat, *examples)),
+        *(torch.cat(tensors) for tensors in others),
+    )  # fmt: skip

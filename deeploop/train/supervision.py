@@ -1,35 +1,26 @@
 """Deep supervision: a sequence stays for several steps, each with a loss, until it halts.
 
 Every step runs one segment of each row of the batch: the states that the row carries, without
-gradient, through the model once more, a loss on its output, and an optimizer step. A row that has
-halted takes the next sequence and starts anew. So the rows of a batch are at different segments.
+gradient, through the model once more, a loss on its output (`deeploop.train.losses.reasoner`), and
+an optimizer step. A row that has halted (`deeploop.train.halting`) takes its sequence of the step's
+batch and starts anew; the other sequences of that batch are not read. So the rows of a batch are at
+different segments.
 
-    loss      mean over rows of (mean stablemax cross-entropy of the row's labels
-              + 1/2 (BCE(q_halt, all labels right) + BCE(q_continue, target)))
-    halted    after `segments`, or where q_halt > q_continue; with probability `exploration` not
-              before a number of segments drawn evenly from 2 to `segments`
-    target    sigmoid of q_halt of the segment to come if it is the last, else of its larger q
-
-With halting=halt (TRM) there is no q_continue, and q_halt > 0 halts.
-
-Sources: HRM, arXiv 2506.21734, section 2 and its code; TRM, arXiv 2510.04871.
+Sources: HRM, arXiv 2506.21734, section 2, and its code; TRM, arXiv 2510.04871.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from deeploop.config import Config
-from deeploop.config.reasoner import ReasonerConfig
-from deeploop.data.batches import IGNORE, mix
 from deeploop.data.puzzles.puzzle_set import Examples
 from deeploop.model.reasoner import Carry, Reasoner
-from deeploop.model.stablemax import stablemax_cross_entropy
+from deeploop.train.halting import halted
+from deeploop.train.losses.reasoner import continue_target, segment_loss
 from deeploop.utils.device import autocast
 from deeploop.utils.spans import span
 
@@ -39,7 +30,8 @@ class Rows(NamedTuple):
 
     carry: Carry  # after the last segment, without gradient
     examples: Examples
-    steps: Tensor  # int32 [B], segments taken
+    steps: Tensor  # int64 [B], segments taken
+    least: Tensor  # int64 [B], segments before which it may not halt
     halted: Tensor  # bool [B]; the next step starts these rows anew
 
 
@@ -53,16 +45,24 @@ class SegmentResult(NamedTuple):
 def first_rows(model: Reasoner, examples: Examples) -> Rows:
     """Return rows that all start anew with the next batch, like `examples` in shape."""
     count, device = len(examples.inputs), examples.inputs.device
-    steps = torch.zeros(count, dtype=torch.int32, device=device)
-    return Rows(model.start(count), examples, steps, torch.ones_like(steps, dtype=torch.bool))
+    steps = torch.zeros(count, dtype=torch.int64, device=device)
+    every = torch.ones_like(steps, dtype=torch.bool)
+    return Rows(model.start(count), examples, steps, torch.ones_like(steps), every)
 
 
-def refill(model: Reasoner, rows: Rows, new: Examples) -> Rows:
-    """Give the rows that have halted the next sequences, and their states the start again."""
-    halted = rows.halted
-    examples = Examples(*(choose(halted, a, b) for a, b in zip(new, rows.examples, strict=True)))
-    steps = rows.steps.masked_fill(halted, 0)
-    return Rows(model.reset(rows.carry, halted), examples, steps, torch.zeros_like(halted))
+def refill(model: Reasoner, rows: Rows, new: Examples, least: Tensor) -> Rows:
+    """Give the rows that have halted the next sequences, and their states the start again.
+
+    Args:
+        new: a sequence for each row.
+        least: int64 [B], of `least_segments` for these.
+    """
+    ended = rows.halted
+    examples = Examples(*(choose(ended, a, b) for a, b in zip(new, rows.examples, strict=True)))
+    return Rows(
+        model.reset(rows.carry, ended), examples, rows.steps.masked_fill(ended, 0),
+        torch.where(ended, least, rows.least), torch.zeros_like(ended),
+    )  # fmt: skip
 
 
 def choose(where: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -70,69 +70,35 @@ def choose(where: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return torch.where(where.view(-1, *[1] * (a.dim() - 1)), a, b)
 
 
-def least_segments(r: ReasonerConfig, seed: int, step: int, rows: range) -> Tensor:
-    """Draw before which segment each row may not halt in this step: int32 [rows].
-
-    A pure function of (seed, step, row): 1, or with probability `exploration` a number drawn
-    evenly from 2 to `segments`.
-    """
-    key = mix(np.array([seed % (1 << 64)], np.uint64)) ^ np.uint64(step)
-    words = mix(mix(key) + np.arange(rows.start, rows.stop, dtype=np.uint64))
-    explores = (words >> np.uint64(11)) * 2.0**-53 < r.exploration
-    drawn = 2 + mix(words) % np.uint64(max(1, r.segments - 1))
-    return torch.from_numpy(np.where(explores, drawn, 1).astype(np.int32))
-
-
-def run_segment(model: Reasoner, config: Config, rows: Rows, least: Tensor) -> SegmentResult:
+def run_segment(model: Reasoner, config: Config, rows: Rows) -> SegmentResult:
     """Run forward, loss and backward of one segment of some rows; gradients add up.
 
     Args:
         model: its parameters' .grad receive the gradients.
         config: halting, precision and the global batch size are read.
         rows: after `refill`.
-        least: int32 [B], of `least_segments`.
     """
-    r, t, examples = config.model.reasoner, config.train, rows.examples
-    with span("forward"), autocast(examples.inputs.device, t.precision):
-        end = model(examples.inputs, examples.puzzles, rows.carry)
-        logits = model.logits(end.n)
-    with span("loss"):
-        answers = examples.targets != IGNORE
-        right = (logits.detach().argmax(-1) == examples.targets) | ~answers
-        exact = right.all(-1)
-        labels = answers.sum(-1).clamp_min(1)
-        per_row = stablemax_cross_entropy(logits, examples.targets).sum(-1) / labels
-        q_halt, q_continue = end.q.float().unbind(-1)
-        halt_loss = F.binary_cross_entropy_with_logits(q_halt, exact.float(), reduction="sum")
-        steps = rows.steps + 1
-        last = steps >= r.segments
-        terms = {"answers": per_row.sum(), "halt": halt_loss}
+    r, t, (inputs, targets, puzzles) = config.model.reasoner, config.train, rows.examples
+    steps = rows.steps + 1
+    with span("forward"), autocast(inputs.device, t.precision):
+        end = model(inputs, puzzles, rows.carry)
+        logits, target = model.logits(end.n), None
         if r.halting == "halt_continue":
-            target = continue_target(model, config, examples, end.carry, last)
-            terms["continue"] = F.binary_cross_entropy_with_logits(
-                q_continue, target, reduction="sum"
-            )
-        halted = last | (model.halts(end.q) & (steps >= least))
-        total = terms["answers"] + 0.5 * sum(v for k, v in terms.items() if k != "answers")
+            with torch.no_grad():
+                after = model(inputs, puzzles, end.carry)
+            target = continue_target(after.q, steps >= r.segments)
+    with span("loss"):
+        loss = segment_loss(logits, end.q, targets, t.batch_size, target)
     with span("backward"):
-        (total / t.batch_size).backward()
-    done = halted.float()
-    sums = {name: value.detach().float() for name, value in terms.items()}
-    sums |= {
-        "token": ((right & answers).sum(-1) / labels).sum(),
-        "exact": exact.float().sum(),
-        "halted": done.sum(),
-        "halted_exact": (done * exact).sum(),
-        "halted_steps": (done * steps).sum(),
-    }
-    return SegmentResult(rows._replace(carry=end.carry, steps=steps, halted=halted), sums)
-
-
-@torch.no_grad()
-def continue_target(
-    model: Reasoner, config: Config, examples: Examples, carry: Carry, last: Tensor
-) -> Tensor:
-    """Return the target of q_continue from one segment more: float32 [B]."""
-    with autocast(examples.inputs.device, config.train.precision):
-        after = model(examples.inputs, examples.puzzles, carry).q.float()
-    return torch.where(last, after[:, 0], after.amax(-1)).sigmoid()
+        loss.total.backward()
+    ended = halted(end.q.detach(), steps, rows.least, r, training=True)
+    done = ended.double()
+    sums = {
+        "answers": loss.cross_entropy, "q_halt": loss.q_halt, "q_continue": loss.q_continue,
+        "token": loss.right / loss.labels.clamp(min=1), "exact": loss.exact, "halted": done,
+        "halted_exact": done * loss.exact, "halted_steps": done * steps,
+    }  # fmt: skip
+    if target is None:
+        del sums["q_continue"]
+    rows = rows._replace(carry=end.carry, steps=steps, halted=ended)
+    return SegmentResult(rows, {name: x.double().sum() for name, x in sums.items()})

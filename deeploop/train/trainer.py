@@ -24,18 +24,20 @@ from deeploop.eval.validate import held_out_targets
 from deeploop.model.looplm import count_parameters
 from deeploop.runs import checkpoint
 from deeploop.runs.metrics_file import MetricsFile
-from deeploop.train.average import WeightAverage
 from deeploop.train.finite import first_nonfinite, state_is_finite
 from deeploop.train.optim import learning_rate
 from deeploop.train.parents import Parents
 from deeploop.train.progress import ProgressBar
 from deeploop.train.stop import stop_signals
 from deeploop.train.throughput import Throughput
+from deeploop.train.weight_average import WeightAverage
 from deeploop.utils.console import open_console
 from deeploop.utils.device import autocast, device_name, peak_memory
 from deeploop.utils.disk import write_json
 from deeploop.utils.distributed import Ranks
 from deeploop.utils.errors import Diverged, InputError
+
+AVERAGE = "average."  # before the name of an averaged weight among the carried tensors
 
 
 class Measured(Protocol):
@@ -77,7 +79,8 @@ class Trainer(ABC):
         self.nonfinite = torch.zeros((), dtype=torch.bool, device=self.device)
         self.speed = Throughput(config.train.batch_size * config.model.seq_len)
         self.make()
-        self.average = WeightAverage(self.model, config.train.average)
+        decay = config.train.average
+        self.average = WeightAverage(self.model, decay) if decay else None
 
     # Of a kind of model
 
@@ -118,16 +121,25 @@ class Trainer(ABC):
         if parents.init is not None or parents.teacher is not None:
             raise InputError("train.init and train.teacher: are read by language models alone")
 
+    def averaged(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the model has the average of its weights, if there is one."""
+        return contextlib.nullcontext() if self.average is None else self.average.used()
+
     def carried(self) -> Mapping[str, Tensor]:
         """Return the tensors, beside weights and moments, that the next step reads, of all ranks.
 
         Called on every rank. Those of the main rank are saved.
         """
-        return {f"average.{name}": x for name, x in self.average.tensors().items()}
+        if self.average is None:
+            return {}
+        return {AVERAGE + name: x for name, x in self.average.state_dict().items()}
 
     def load_carried(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over what `carried` returned, of the same names, shapes and dtypes."""
-        self.average.load({name: tensors[f"average.{name}"] for name in self.average.tensors()})
+        if self.average is not None:
+            self.average.load_state_dict(
+                {n.removeprefix(AVERAGE): x for n, x in tensors.items() if n.startswith(AVERAGE)}
+            )
 
     def samples(self) -> dict[str, Any]:
         """Return examples of the model's output for the summary."""
@@ -217,7 +229,8 @@ class Trainer(ABC):
     def step(self, observe: bool = False) -> Measured:
         """Take the next step of the run."""
         metrics = self.take_step(observe)
-        self.average.update()
+        if self.average is not None:
+            self.average.update()
         self.nonfinite |= metrics.nonfinite
         self.done += 1
         return metrics
@@ -261,7 +274,7 @@ class Trainer(ABC):
         Raises Diverged if the loss is not finite.
         """
         self.check_finite()
-        with self.speed.paused(), self.average.swapped_in():
+        with self.speed.paused(), self.averaged():
             figures = self.held_out_figures()
         if figures is None:
             return
@@ -330,7 +343,7 @@ class Trainer(ABC):
         if not self.ranks.is_main:
             return values
         if stopped_by is None:
-            with self.average.swapped_in():
+            with self.averaged():
                 values |= self.samples()
         values |= {
             "tokens_per_second": self.speed.overall(),

@@ -42,7 +42,7 @@ def tiny(name: str, data: str, cells: int, vocab: int, r: ReasonerConfig, lr: fl
         data=DataConfig(puzzles=data),
         train=TrainConfig(
             steps=800, batch_size=64, lr=lr, weight_decay=0.1, optimizer="adam_atan2", average=0.99,
-            warmup=0.05, decay=0.0, clip=0.0, precision="fp32", eval_every=200, save_every=200,
+            warmup=0.05, schedule="constant", clip=0.0, precision="fp32", eval_every=200, save_every=200,
             eval_tokens=500 * cells,
         ),
     )  # fmt: skip
@@ -66,7 +66,7 @@ def large(name: str, r: ReasonerConfig, steps: int, average: float = 0.0) -> Con
         train=TrainConfig(
             steps=steps, batch_size=768, lr=1e-4, optimizer="adam_atan2", average=average,
             weight_decay=0.1 if arc else 1.0, puzzle_lr=1e-2 if arc else 1e-4,
-            puzzle_decay=0.1 if arc else 1.0, warmup=2000 / steps, decay=0.0, clip=0.0,
+            puzzle_decay=0.1 if arc else 1.0, warmup=2000 / steps, schedule="constant", clip=0.0,
             eval_every=steps // 20, save_every=steps // 20,
         ),
     )  # fmt: skip
