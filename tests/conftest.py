@@ -7,7 +7,8 @@ from hypothesis import settings
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from deeploop.config import Config, DataConfig, ModelConfig, TrainConfig
+from deeploop.config import Config
+from tests.helpers.runs import small_run, write_corpus
 
 # How long an example takes says how busy the machine is, and nothing of the code.
 settings.register_profile("deeploop", deadline=None)
@@ -66,30 +67,13 @@ def pictures(no_pictures, monkeypatch):
 @pytest.fixture
 def corpus_file(tmp_path):
     """A small text with structure enough to learn from."""
-    path = tmp_path / "corpus.txt"
-    path.write_text("".join(f"line {i % 7}: the quick brown fox\n" for i in range(400)))
-    return path
+    return write_corpus(tmp_path)
 
 
 @pytest.fixture
 def config(tmp_path, corpus_file) -> Config:
     """A run of a second: one block, two loops, on `corpus_file`, into tmp_path/run."""
-    return Config(
-        preset="test",
-        model=ModelConfig(d_model=16, n_layers=1, loops=2, n_heads=2, seq_len=16),
-        data=DataConfig(path=str(corpus_file)),
-        train=TrainConfig(
-            steps=20,
-            batch_size=4,
-            precision="fp32",
-            device="cpu",
-            log_every=5,
-            eval_every=10,
-            eval_tokens=256,
-            save_every=10,
-            out=str(tmp_path / "run"),
-        ),
-    )
+    return small_run(corpus_file)
 
 
 @pytest.fixture

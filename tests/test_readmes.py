@@ -24,12 +24,14 @@ ADDED = {
     "train": SHORT,
     "profile": {"--warmup": 1, "--train.batch-size": 2, "--model.seq-len": 32},
     "plan": {"--loops": 1},
+    "eval": {"--tokens": 256},
     "generate": {"--tokens": 8},
     "diagnose": {"--sequences": 2},
 }
 LESS = {  # in the place of those that a command gives
     "--steps": lambda steps: max(2, min(6, steps // 10)),
     "--loops": lambda loops: min(3, loops),
+    "--tokens": lambda tokens: min(256, tokens),
 }
 EXAMPLES = {"steps": 2, "eval_tokens": 512}  # of an example in Python
 

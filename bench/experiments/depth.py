@@ -13,6 +13,7 @@ better with more loops at test time and then stays so.
 
 import dataclasses
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import tyro
@@ -54,15 +55,18 @@ def cases(steps: int) -> dict[str, str]:
     }
 
 
-def depth_table(rows: dict[str, str], results: Results) -> str:
-    """Format a row for each case, a column for each number of loops, as Markdown."""
-    head = ["loops in training", *(f"{n} at test" for n in LOOPS), "seeds"]
+def by_loops(rows: dict[str, str], results: Results, loops: Sequence[int], figure: str) -> str:
+    """Format a row for each case, a column for each number of loops, as Markdown.
+
+    figure: the list in a result that has a number for each of the loops.
+    """
+    head = ["loops in training", *(f"{n} at test" for n in loops), "seeds"]
     lines = []
     for name, case in rows.items():
         runs = [r for r in by_seed(results, case).values() if "diverged" not in r]
-        columns = zip(*(r["val_loop_bits_per_byte"] for r in runs), strict=True)
+        columns = zip(*(r[figure] for r in runs), strict=True)
         cells = [mean_and_range(list(column)) for column in columns]
-        lines.append([name, *(cells or [""] * len(LOOPS)), str(len(runs))])
+        lines.append([name, *(cells or [""] * len(loops)), str(len(runs))])
     return markdown_table(head, lines, text_columns=len(head))
 
 
@@ -74,7 +78,7 @@ def main() -> None:
         results = sweep(runs, arguments.out, arguments.jobs)
     except InputError as error:
         sys.exit(str(error))
-    print(depth_table(rows, results))
+    print(by_loops(rows, results, LOOPS, "val_loop_bits_per_byte"))
 
 
 if __name__ == "__main__":

@@ -49,12 +49,14 @@ def train(run: str, scratch: str | None = None) -> Result | None:
         config = parse_train(run.split() + flags).config
         trainer = open_run(config, Console(quiet=True))
         about: Result = {
-            "unigram_bits_per_byte": bits_per_byte(trainer.floors["unigram"], trainer.corpus),
             "parameters": count_parameters(trainer.model),
             "precision": trainer.config.train.precision,
             "device": device_name(trainer.device),
             "torch": torch.__version__,
         }
+        if "unigram" in trainer.floors:
+            floor = bits_per_byte(trainer.floors["unigram"], trainer.corpus)
+            about = {"unigram_bits_per_byte": floor} | about
         try:
             with trainer.lock:
                 if trainer.run_steps() is not None:
@@ -72,6 +74,8 @@ def train(run: str, scratch: str | None = None) -> Result | None:
         held_out: Result = {"val_bits_per_byte": bits(loss)}
         if "val_loop_losses" in figures:
             held_out["val_loop_bits_per_byte"] = [bits(x) for x in figures["val_loop_losses"]]
+        if "val_loop_accuracies" in figures:  # of a task, which has no bytes
+            held_out = {"val_loop_accuracies": figures["val_loop_accuracies"]}
         return held_out | {"losses": losses} | last | about
 
 
@@ -121,7 +125,8 @@ def sweep(runs: Sequence[str], file: Path, jobs: int) -> Results:
                     continue
                 results[waiting[future]] = result
                 save(results, file)
-                reached = result.get("val_bits_per_byte", "diverged")
+                figures = [v for name, v in result.items() if name.startswith("val_")]
+                reached = figures[0] if figures else "diverged"
                 print(f"{done}/{len(missing)}  {waiting[future]}  {reached}", flush=True)
         except BaseException:
             for worker in multiprocessing.active_children():

@@ -20,7 +20,7 @@ class TaskChoice(NamedTuple):
 
 # The registry of generated tasks. A new task is a file in deeploop/data/tasks/ and a line here.
 TASKS = {
-    "reach": TaskChoice("deeploop.data.tasks.reach:Reach", "1-4", "6", most=7),
+    "reach": TaskChoice("deeploop.data.tasks.reach:Reach", "1-4", "12", most=23),
     "phop": TaskChoice("deeploop.data.tasks.phop:PHop", "1-4", "8", most=12),
     "addition": TaskChoice("deeploop.data.tasks.addition:Addition", "1-4", "6", most=64),
     "parity": TaskChoice("deeploop.data.tasks.parity:Parity", "1-8", "16", most=4096),

@@ -4,6 +4,7 @@ A depth rule says which tokens take part in a loop, and which state the head rea
 loops; `deeploop.model.depth` has a file for each.
 """
 
+import functools
 import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
@@ -159,7 +160,7 @@ class MorConfig:
         try:
             shares = capacities(self, loops=1)
         except ValueError:
-            shares = []
+            shares = ()
         falls = all(a >= b for a, b in itertools.pairwise(shares))
         if not shares or not falls or not all(0 < share <= 1 for share in shares):
             raise InputError(
@@ -168,14 +169,15 @@ class MorConfig:
             )
 
 
-def capacities(mor: MorConfig, loops: int) -> list[float]:
+@functools.lru_cache(maxsize=8)
+def capacities(mor: MorConfig, loops: int) -> tuple[float, ...]:
     """Return the share of the tokens that takes part in each loop; loops past the last take it.
 
     Raises ValueError for what is no list of numbers.
     """
     if mor.capacity == "linear":
-        return [(loops - loop) / loops for loop in range(loops)]
-    return [float(share) for share in mor.capacity.split(",")]
+        return tuple((loops - loop) / loops for loop in range(loops))
+    return tuple(float(share) for share in mor.capacity.split(","))
 
 
 def check_capacities(m: "ModelConfig") -> None:
@@ -211,4 +213,6 @@ def key_loops(m: "ModelConfig", loops: int) -> int:
 
 def loop_shares(m: "ModelConfig", loops: range) -> list[float]:
     """Return the share of the tokens that each of these loops of training runs."""
+    if not DEPTHS[m.depth].narrows:
+        return [1.0] * len(loops)
     return [tokens_in_loop(m, loop, m.seq_len) / m.seq_len for loop in loops]

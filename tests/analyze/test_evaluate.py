@@ -16,8 +16,6 @@ from deeploop.train.setup import open_run
 from deeploop.utils.memory import FreeMemory
 from tests.helpers.data import refused, train_bpe
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
-
 
 def trained(config, quiet, **fields):
     """The path of a run of two steps."""

@@ -1,6 +1,7 @@
 """The GPU script: its stages exist and come in order, and it ends as it says."""
 
-import json
+import contextlib
+import io
 import os
 import re
 import shlex
@@ -15,6 +16,7 @@ import torch
 
 from bench.kernels.ops import OPS
 from bench.suites import bench_kernels
+from deeploop import kernels
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(ROOT / "bench" / "h200.sh")
@@ -22,12 +24,9 @@ SUITES = {path.stem for path in (ROOT / "bench" / "suites").glob("bench_*.py")}
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 
 
-def run(*command: str, given: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    paths = os.pathsep.join([environment.pop("PYTHONPATH", str(ROOT)), str(ROOT)])
-    environment = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": paths} | environment
-    return subprocess.run(
-        command, cwd=ROOT, env=environment, input=given, capture_output=True, text=True
-    )
+def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT)} | environment
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")
@@ -65,30 +64,23 @@ def test_checks_come_before_speed_and_every_op_and_suite_is_timed(stages):
     assert main in [f"{rows}x{d}" for _, (rows, d) in bench_kernels.ON_CUDA]
 
 
-COLLECT = """
-import contextlib, io, json, sys
-import pytest
-codes = {}
-for name, options in json.load(sys.stdin).items():
+def pytest_here(*options: str) -> tuple[int, str]:
+    """Run pytest in this process, which has imported torch; returns its exit code and output."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        code = pytest.main([*options, "--collect-only"])
-    codes[name] = [int(code), printed.getvalue()]
-print(json.dumps(codes))
-"""
+        code = pytest.main([*options, "-p", "no:xdist", "-p", "no:cacheprovider", "--capture=no"])
+    return int(code), printed.getvalue()
 
 
-def test_every_stage_of_tests_collects_some_and_every_suite_has_cases(stages):
-    """Collected in one process, which imports torch once."""
+def test_every_stage_of_tests_collects_some_and_every_suite_has_cases(stages, monkeypatch):
+    monkeypatch.chdir(ROOT)
     options = {
         name: [w for w in command[command.index("pytest") + 1 :] if w not in ("-n", "12")]
         for name, command in stages.items()
         if "pytest" in command and not name.startswith("speed")
     }
     assert len(options) == 4
-    options["bench"] = ["-q", "-p", "no:cacheprovider", "bench"]
-    result = run(sys.executable, "-c", COLLECT, given=json.dumps(options))
-    assert result.returncode == 0, result.stderr
-    collected = json.loads(result.stdout)
+    options["bench"] = ["-q", "bench"]
+    collected = {name: pytest_here(*words, "--collect-only") for name, words in options.items()}
     for name, (code, printed) in collected.items():
         assert code == 0, f"{name}: {printed}"  # 5: none was collected
     assert all(f"bench/suites/{suite}.py" in collected["bench"][1] for suite in SUITES)
@@ -115,20 +107,15 @@ import bench.kernels.checks, bench.kernels.traffic, bench.kernels.tune
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 @pytest.mark.parametrize("fault", ["wrong", "raising"])
-def test_an_op_of_ours_that_fails_ends_the_bench(fault, tmp_path):
+def test_an_op_of_ours_that_fails_ends_the_bench(fault, monkeypatch):
     """Its exit code is 9: the script continues after any other."""
-    (tmp_path / "faulty.py").write_text(f"""
-import deeploop.kernels as kernels
-def pre_norm(h, f, w_next, scale, eps):
-    if {fault == "raising"}:
-        raise ValueError("no")
-    return h + f, h * w_next
-kernels.pre_norm = pre_norm
-""")
-    command = ["-m", "pytest", "-q", "-p", "faulty", "-p", "no:cacheprovider"]
-    result = run(
-        sys.executable, *command, "bench/suites/bench_kernels.py",
-        DEEPLOOP_BENCH_OPS="pre_norm", PYTHONPATH=str(tmp_path),
-    )  # fmt: skip
-    assert result.returncode == 9, result.stdout + result.stderr
-    assert "nothing is timed" in result.stdout + result.stderr
+
+    def pre_norm(h, f, w_next, scale, eps):
+        if fault == "raising":
+            raise ValueError("no")
+        return h + f, h * w_next
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(kernels, "pre_norm", pre_norm)
+    code, printed = pytest_here("-q", "bench/suites/bench_kernels.py", "-k", "pre_norm")
+    assert code == 9 and "nothing is timed" in printed, printed

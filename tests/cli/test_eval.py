@@ -7,8 +7,6 @@ import pytest
 from deeploop.cli import main
 from deeploop.train.setup import open_run
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
-
 
 def test_eval_prints_a_table_and_writes_its_files(config, quiet, tmp_path, capsys):
     config = config.replace("model", inject="add").replace("train", steps=1, eval_tokens=64)

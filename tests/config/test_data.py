@@ -14,10 +14,10 @@ from tests.helpers.data import refused
         ({"task": "parity", "path": "a.txt"}, ("data.task=parity", "data.path='a.txt'")),
         ({"difficulty": "3"}, ("data.difficulty='3'", "data.task")),
         ({"eval_difficulty": "3"}, ("data.eval_difficulty='3'", "data.task")),
-        ({"task": "reach", "difficulty": "4-1"}, ("data.difficulty='4-1'", "from 1 to 7")),
+        ({"task": "reach", "difficulty": "4-1"}, ("data.difficulty='4-1'", "from 1 to 23")),
         ({"task": "reach", "difficulty": "0-4"}, ("data.difficulty='0-4'",)),
-        ({"task": "reach", "difficulty": "1-10"}, ("data.difficulty='1-10'",)),
-        ({"task": "reach", "eval_difficulty": "10"}, ("data.eval_difficulty='10'",)),
+        ({"task": "reach", "difficulty": "1-24"}, ("data.difficulty='1-24'",)),
+        ({"task": "reach", "eval_difficulty": "24"}, ("data.eval_difficulty='24'",)),
         ({"task": "reach", "eval_difficulty": "1,2"}, ("data.eval_difficulty='1,2'",)),
         ({"task": "reach", "difficulty": "²"}, ("data.difficulty",)),
         ({"task": "reach", "difficulty": "1" * 5000}, ("data.difficulty",)),
@@ -31,7 +31,7 @@ def test_difficulties_are_a_number_or_a_range():
     assert list(difficulties("d", "3", 9)) == [3]
     assert list(difficulties("d", "1-4", 9)) == [1, 2, 3, 4]
     data = DataConfig(task="reach", difficulty="2-3")
-    assert (data.train_difficulties, data.eval_difficulties) == (range(2, 4), range(6, 7))
+    assert (data.train_difficulties, data.eval_difficulties) == (range(2, 4), range(12, 13))
 
 
 @pytest.mark.parametrize("name", TASKS)

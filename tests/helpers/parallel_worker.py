@@ -1,10 +1,6 @@
-"""Three steps under every plan, on as many ranks as the environment says; results to a file.
-
-python parallel_worker.py CORPUS FOLDER: what `train_all` returns, as FOLDER/rank-N.pt.
-"""
+"""Two steps under every plan, on as many ranks as the environment says; results to a file."""
 
 import io
-import sys
 from pathlib import Path
 
 import torch
@@ -30,7 +26,8 @@ CASES = [
     for plan in PLANS
     for micro in MICRO
     for dtype in DTYPES
-    if dtype == "float64" or (micro == "accumulation" and plan in ("full", "segments"))
+    if (dtype == "float64" and (micro == "accumulation" or plan in ("full", "segments", "drawn")))
+    or (micro == "accumulation" and plan == "segments")
 ]
 
 
@@ -51,11 +48,11 @@ def config(corpus: str, out: Path, micro: int, plan: dict) -> Config:
 
 
 def train_one(run: Config, place: Ranks, dtype: torch.dtype) -> dict:
-    """Losses of three steps, then weights, biases and the loads of the last step."""
+    """Losses of steps 2 and 3, then weights, biases and the loads of the last step."""
     trainer = open_run(run, Console(file=io.StringIO()), ranks=place)
     trainer.model.to(dtype)
-    losses = []
-    for _ in range(3):
+    trainer.done, losses = 1, []
+    for _ in range(2):
         metrics = trainer.step()
         losses.append(torch.stack(list(metrics.losses.values())))
     trainer.lock.close()
@@ -75,7 +72,7 @@ def trainer_validation(trainer) -> dict:
     """Held-out losses by loops; those of the model's own number from a pass of their own, too."""
     from deeploop.eval.validate import validate, validate_after
 
-    given = 4, trainer.config.train.precision, 256, trainer.ranks
+    given = 4, trainer.config.train.precision, 9 * 16, trainer.ranks  # 4 + 4 + 1 sequences
     losses = validate_after(trainer.model, trainer.corpus, [1, 5], *given)
     return losses | {0: validate(trainer.model, trainer.corpus, *given)}
 
@@ -91,7 +88,7 @@ def train_all(corpus: str, folder: Path, place: Ranks) -> dict:
     }
 
 
-if __name__ == "__main__":
-    corpus, folder = sys.argv[1], Path(sys.argv[2])
+def save_all(corpus: str, folder: str) -> None:
+    """Write what `train_all` returns on this rank N to rank-N.pt in the folder."""
     with init_distributed() as place:
-        torch.save(train_all(corpus, folder, place), folder / f"rank-{place.rank}.pt")
+        torch.save(train_all(corpus, Path(folder), place), Path(folder, f"rank-{place.rank}.pt"))

@@ -32,6 +32,6 @@ def start_ranks(command: list[str], world: int = 2) -> list[subprocess.Popen]:
 
 
 def finish(processes: list[subprocess.Popen], code: int = 0) -> list[str]:
-    printed = [p.communicate(timeout=100)[0] for p in processes]
+    printed = [p.communicate(timeout=200)[0] for p in processes]
     assert [p.returncode for p in processes] == [code] * len(processes), "\n".join(printed)
     return printed

@@ -43,7 +43,10 @@ class Calls(TorchDispatchMode):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_opcheck(case):
-    """Both operators of a case, with the arguments it calls them with."""
+    """Both operators of a case, with the arguments it calls them with.
+
+    The backward of a result alone is that of every tensor that the op can take.
+    """
     wide = torch.float32
     inputs = make_inputs(case, (2, 3, 8), torch.bfloat16, gains=wide, memories=wide)
     gradients = make_gradients(case, inputs)
@@ -55,7 +58,8 @@ def test_opcheck(case):
     assert backward.name() == f"{forward.name()}_backward"
     assert [operator for operator, _ in calls.seen] == [forward, backward] * len(every)
     torch.library.opcheck(*calls.seen[0])
-    for operator, arguments in calls.seen[1::2]:
+    backwards = calls.seen[1::2]
+    for operator, arguments in backwards if case in FULL else backwards[:1]:
         detached = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
         torch.library.opcheck(operator, tuple(detached))
 

@@ -4,9 +4,6 @@ import errno
 import json
 import os
 import shutil
-import subprocess
-import sys
-import textwrap
 
 import pytest
 import torch
@@ -19,6 +16,7 @@ from deeploop.train.optim import adamw
 from deeploop.utils.errors import InputError
 from tests.helpers.checkpoints import sign, trained_once
 from tests.helpers.data import refused
+from tests.helpers.limits import file_size_limit
 
 
 def test_round_trip(tmp_path):
@@ -129,36 +127,15 @@ def test_weights_of_another_shape_are_refused(tmp_path):
 
 def test_a_full_disk_leaves_the_last_checkpoint_and_one_sentence(tmp_path):
     """A limit on file size stands in for the disk: writes fail half-way, as there."""
-    config, model, optimizer = trained_once()
-    checkpoint.save(tmp_path, 1, config, model, optimizer)
-    script = textwrap.dedent("""
-        import resource, signal, sys
-        from pathlib import Path
-        from deeploop.runs import checkpoint
-        from deeploop.utils.errors import InputError
-        from tests.helpers.checkpoints import trained_once
-        run, saved = Path(sys.argv[1]), trained_once()
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        for limit in (1000, 12_000, 30_000):
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-            try:
-                checkpoint.save(run, 2, *saved)
-            except InputError as error:
-                print(error, [p.name for p in (run / "checkpoints").iterdir()])
-    """)
-    done = subprocess.run(
-        [sys.executable, "-c", script, tmp_path],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    lines = done.stdout.splitlines()
-    assert len(lines) == 3, done.stderr
-    for line in lines:
-        assert "step_000002: " in line and "MB free" in line and "limit on file sizes" in line
-        assert "os error" not in line and "enforce" not in line
-        assert line.endswith("['step_000001']")
+    saved = trained_once()
+    checkpoint.save(tmp_path, 1, *saved)
+    for limit in (1000, 12_000, 30_000):
+        with file_size_limit(limit), pytest.raises(InputError) as refusal:
+            checkpoint.save(tmp_path, 2, *saved)
+        said = str(refusal.value)
+        assert "step_000002: " in said and "MB free" in said and "limit on file sizes" in said
+        assert "os error" not in said and "enforce" not in said
+        assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_000001"]
     assert checkpoint.find(str(tmp_path)).step == 1
 
 

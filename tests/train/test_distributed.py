@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,24 +14,67 @@ from tests.helpers.ranks import finish, free_port, start_ranks
 DRAWN = 4  # loops of the third step of the plan "drawn"
 
 
+class Done(NamedTuple):
+    """The results of one rank, of both of two, and what these printed of their commands."""
+
+    folder: Path
+    one: dict[Any, Any]
+    both: tuple[dict[Any, Any], ...]
+    printed: list[str]
+
+
+# One start of Python for all work; each command has a port of its own, as one torchrun each would.
+WORK = """
+import json, os, sys
+from deeploop.cli import main
+from tests.helpers.parallel_worker import save_all
+corpus, folder, commands = sys.argv[1:]
+save_all(corpus, folder)
+for port, arguments in json.loads(commands):
+    os.environ["MASTER_PORT"] = port
+    try:
+        code = main(arguments)
+    except SystemExit as stop:  # of a rank that leaves the message to another
+        code = stop.code
+    print("exit code", code, flush=True)
+"""
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """Results of one rank, and of both of two."""
+def done(tmp_path_factory):
+    """Train under every plan on one rank and on two, then run some commands on two."""
     folder = tmp_path_factory.mktemp("ranks")
     corpus = folder / "corpus.txt"
     corpus.write_text("".join(f"line {i % 7}: the quick brown fox {i}\n" for i in range(400)))
-    worker = str(Path(__file__).parents[1] / "helpers" / "parallel_worker.py")
-    both = start_ranks([worker, str(corpus), str(folder)])
+    run, taken = folder / "run", folder / "taken"
+    taken.mkdir()
+    (taken / "mine").write_text("")
+    commands = [
+        command(corpus, taken, "--steps", "3"),
+        command(corpus, run, "--steps", "3", "--train.save-every", "2"),
+        ["train", "--resume", str(run), "--steps", "4"],
+    ]
+    given = json.dumps([(free_port(), words) for words in commands])
+    both = start_ranks(["-c", WORK, str(corpus), str(folder), given])
     one = train_all(str(corpus), folder / "one", Ranks())
-    finish(both)
-    return one, *(torch.load(folder / f"rank-{r}.pt") for r in range(2))
+    printed = finish(both)
+    return Done(folder, one, tuple(torch.load(folder / f"rank-{r}.pt") for r in range(2)), printed)
+
+
+def command(corpus, out, *more):
+    return [
+        "train", "loom-tiny", "--data", str(corpus),
+        "--model.d-model", "16", "--model.loops", "2", "--model.seq-len", "16",
+        "--train.batch-size", "4", "--train.precision", "fp32", "--train.eval-tokens", "256",
+        "--train.log-every", "1", "--out", str(out), *more,
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("plan", "micro", "dtype"), CASES)
-def test_two_ranks_are_one(runs, plan, micro, dtype):
-    one, first, second = (r[plan, micro, dtype] for r in runs)
+def test_two_ranks_are_one(done, plan, micro, dtype):
+    one, first, second = (r[plan, micro, dtype] for r in (done.one, *done.both))
     for two in (first, second):
-        # Losses to 1e-5 in float32; weights of three steps to 1e-9 in float64.
+        # Losses to 1e-5 in float32; weights of two steps to 1e-9 in float64.
         close = {"rtol": 0, "atol": 1e-9} if dtype == "float64" else {"rtol": 1e-5, "atol": 1e-5}
         torch.testing.assert_close(two["losses"], one["losses"], **close)
         assert two["validation"] == pytest.approx(one["validation"], rel=1e-5)
@@ -49,40 +93,9 @@ def test_two_ranks_are_one(runs, plan, micro, dtype):
     assert loops == (DRAWN if plan == "drawn" else 3)
 
 
-# One start of Python for all commands; each has a port of its own, as one torchrun each would.
-SEVERAL = """
-import json, os, sys
-from deeploop.cli import main
-for port, arguments in json.loads(sys.argv[1]):
-    os.environ["MASTER_PORT"] = port
-    try:
-        code = main(arguments)
-    except SystemExit as stop:  # of a rank that leaves the message to another
-        code = stop.code
-    print("exit code", code, flush=True)
-"""
-
-
-def command(config, out, *more):
-    return [
-        "train", "loom-tiny", "--data", config.data.path,
-        "--model.d-model", "16", "--model.loops", "2", "--model.seq-len", "16",
-        "--train.batch-size", "4", "--train.precision", "fp32", "--train.eval-tokens", "256",
-        "--train.log-every", "1", "--out", str(out), *more,
-    ]  # fmt: skip
-
-
-def test_two_ranks_refuse_train_into_one_folder_and_go_on_together(config, tmp_path):
-    run, taken = tmp_path / "run", tmp_path / "taken"
-    taken.mkdir()
-    (taken / "mine").write_text("")
-    commands = [
-        command(config, taken, "--steps", "3"),
-        command(config, run, "--steps", "3", "--train.save-every", "2"),
-        ["train", "--resume", str(run), "--steps", "4"],
-    ]
-    given = json.dumps([(free_port(), words) for words in commands])
-    lead, other = finish(start_ranks(["-c", SEVERAL, given]))
+def test_two_ranks_refuse_train_into_one_folder_and_go_on_together(done):
+    run, taken = done.folder / "run", done.folder / "taken"
+    lead, other = done.printed
     refused, trained, resumed, _ = lead.split("exit code")
     assert other.splitlines() == ["exit code 2", "exit code 0", "exit code 0"]
     assert "already exists" in refused

@@ -9,8 +9,6 @@ from deeploop.eval.validate import validate, validate_after
 from deeploop.runs.metrics_file import MetricsFile
 from deeploop.train.setup import open_run
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
-
 
 def test_each_validation_has_the_losses_after_other_loops(config, quiet, tmp_path):
     trainer = open_run(config.replace("train", steps=10, eval_every=5, eval_loops="1,4"), quiet)

@@ -14,8 +14,6 @@ from deeploop.train.setup import open_run
 from deeploop.utils.errors import InputError
 from tests.train.test_trainer import assert_same_bits, weights
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
-
 
 @pytest.fixture
 def config(tmp_path) -> Config:

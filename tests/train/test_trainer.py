@@ -12,10 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from deeploop.cli import main
 from deeploop.runs import checkpoint
 from deeploop.train.optim import learning_rate
 from deeploop.train.setup import open_run
-from deeploop.train.trainer import due
+from deeploop.train.trainer import Trainer, due
 from deeploop.utils.errors import Diverged, InputError
 
 
@@ -189,27 +190,22 @@ def test_an_existing_run_is_not_written_over(config, quiet, tmp_path):
         ("train", "seed", 9),
     ],
 )
-def test_a_checkpoint_of_another_config_is_refused(config, quiet, part, name, value):
-    open_run(config, quiet).fit()
-    found = checkpoint.find(config.train.out)
+def test_a_checkpoint_of_another_config_is_refused(config, quiet, finished, part, name, value):
     with pytest.raises(InputError, match=rf"{part}\.{name}={value}: the checkpoint"):
-        open_run(config.replace(part, **{name: value}), quiet, found)
+        open_run(config.replace(part, **{name: value}), quiet, finished)
 
 
-def test_resume_may_train_for_longer_but_not_shorter(config, quiet):
-    open_run(config, quiet).fit()
-    found = checkpoint.find(config.train.out)
-    assert open_run(config.replace("train", steps=25), quiet, found).fit()["step"] == 25
+def test_resume_may_train_for_longer_but_not_shorter(config, quiet, finished):
+    assert open_run(config.replace("train", steps=25), quiet, finished).fit()["step"] == 25
     found = checkpoint.find(config.train.out)
     with pytest.raises(InputError, match=r"train\.steps=24.*already at step 25"):
         open_run(config.replace("train", steps=24), quiet, found)
 
 
-def test_a_corpus_that_changed_under_a_run_is_refused(config, quiet, corpus_file):
-    open_run(config, quiet).fit()
+def test_a_corpus_that_changed_under_a_run_is_refused(config, quiet, corpus_file, finished):
     corpus_file.write_text(corpus_file.read_text() + "more\n" * 100)
     with pytest.raises(InputError, match="changed since"):
-        open_run(config, quiet, checkpoint.find(config.train.out))
+        open_run(config, quiet, finished)
 
 
 def test_a_vocabulary_smaller_than_the_corpus_is_refused(config, quiet):
@@ -224,15 +220,13 @@ def test_a_text_shorter_than_a_sequence_is_refused(config, quiet, corpus_file, t
     assert not (tmp_path / "run").exists()
 
 
-def test_text_of_the_same_length_is_another_corpus(config, quiet, corpus_file):
-    open_run(config, quiet).fit()
+def test_text_of_the_same_length_is_another_corpus(config, quiet, corpus_file, finished):
     corpus_file.write_text(corpus_file.read_text().replace("quick", "quack"))
     with pytest.raises(InputError, match="changed since"):
-        open_run(config, quiet, checkpoint.find(config.train.out))
+        open_run(config, quiet, finished)
 
 
-def test_an_older_checkpoint_does_not_go_on_in_place(config, quiet, tmp_path):
-    open_run(config, quiet).fit()
+def test_an_older_checkpoint_does_not_go_on_in_place(config, quiet, tmp_path, finished):
     before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
     older = checkpoint.find(str(tmp_path / "run" / "checkpoints" / "step_000010"))
     with pytest.raises(InputError, match=r"already at step_000020.*--out"):
@@ -240,18 +234,16 @@ def test_an_older_checkpoint_does_not_go_on_in_place(config, quiet, tmp_path):
     assert before == {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
 
 
-def test_a_finished_run_may_be_resumed_anywhere(config, quiet, tmp_path, monkeypatch):
-    summary = open_run(config, quiet).fit()
-    found = checkpoint.find(config.train.out)
+def test_a_finished_run_may_be_resumed_anywhere(config, quiet, tmp_path, monkeypatch, finished):
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     fork = config.replace("train", out=str(tmp_path / "fork"))
-    assert open_run(fork, quiet, found).fit()["val_loss"] == summary["val_loss"]
-    monkeypatch.chdir(found.path)  # the same folder by another name
+    assert open_run(fork, quiet, finished).fit()["val_loss"] == summary["val_loss"]
+    monkeypatch.chdir(finished.path)  # the same folder by another name
     again = open_run(config, quiet, checkpoint.find("."))
     assert again.folder == tmp_path / "run" and again.fit()["val_loss"] == summary["val_loss"]
 
 
-def test_what_cannot_start_leaves_no_folder(config, quiet, tmp_path, monkeypatch):
-    open_run(config, quiet).fit()
+def test_what_cannot_start_leaves_no_folder(config, quiet, tmp_path, monkeypatch, finished):
     fork = config.replace("train", out=str(tmp_path / "fork"))
     (tmp_path / "run" / "checkpoints" / "step_000020" / "optimizer.pt").write_bytes(b"")
     with pytest.raises(InputError, match=r"optimizer\.pt is damaged"):
@@ -280,13 +272,12 @@ def test_one_process_a_folder(config, quiet, tmp_path):
     assert second.fit()["step"] == 25
 
 
-def test_damaged_metrics_are_refused_and_kept(config, quiet, tmp_path):
-    open_run(config, quiet).fit()
+def test_damaged_metrics_are_refused_and_kept(config, quiet, tmp_path, finished):
     metrics = tmp_path / "run" / "metrics.jsonl"
     metrics.write_bytes(b"\xff" + metrics.read_bytes())
     before = metrics.read_bytes()
     with pytest.raises(InputError, match="line 1: is not readable"):
-        open_run(config, quiet, checkpoint.find(config.train.out)).fit()
+        open_run(config, quiet, finished).fit()
     assert metrics.read_bytes() == before
 
 
@@ -302,47 +293,43 @@ def test_due():
     assert [s for s in range(1, 8) if due(s, 0, 7)] == [7]
 
 
-def start_training(config, *flags):
-    config_flags = [
+def flags(config, save_every):
+    return [
         "--data", config.data.path, "--out", config.train.out, "--model.d-model", "16",
         "--model.n-heads", "2", "--model.loops", "2", "--model.seq-len", "16",
         "--train.batch-size", "4", "--train.precision", "fp32", "--train.eval-tokens", "64",
+        "--train.save-every", str(save_every), "--train.eval-every", "0",
     ]  # fmt: skip
-    return subprocess.Popen(
-        [sys.executable, "-m", "deeploop.cli", "train", *config_flags, *flags],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
 
 
-def test_a_signal_saves_and_says_how_to_go_on(config, tmp_path):
-    sent = signal.SIGTERM
-    steps = ("--steps", "3000", "--train.save-every", "0", "--train.eval-every", "0")
-    process = start_training(config, *steps, "--train.log-every", "1")
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and process.poll() is None:
-        if metrics.exists() and metrics.read_text().count("\n") > 3:
-            break
-        time.sleep(0.05)
-    process.send_signal(sent)
-    printed, _ = process.communicate(timeout=60)
-    assert process.returncode == 128 + sent, printed
-    assert f"deeploop train --resume {tmp_path / 'run'}" in printed
+def test_a_signal_saves_and_says_how_to_go_on(config, tmp_path, capsys, monkeypatch):
+    """Here in a process that goes on; `test_stop` sends one to a process of its own."""
+    sent, step = signal.SIGTERM, Trainer.step
+
+    def interrupted(trainer, *args, **kwargs):
+        if trainer.done == 4:
+            os.kill(os.getpid(), sent)
+        return step(trainer, *args, **kwargs)
+
+    monkeypatch.setattr(Trainer, "step", interrupted)
+    assert main(["train", *flags(config, 0), "--steps", "3000"]) == 128 + sent
+    assert f"deeploop train --resume {tmp_path / 'run'}" in capsys.readouterr().err
     found = checkpoint.find(str(tmp_path / "run"))
-    assert 3 < found.step < 3000
+    assert found.step == 5
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["stopped_by"] == sent.name and summary["step"] == found.step
 
 
 def test_a_kill_loses_no_checkpoint(config, tmp_path):
     """Killed in the middle of saving, again and again, the newest one is always whole."""
-    process = start_training(config, "--steps", "100000", "--train.save-every", "1")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "deeploop.cli", "train", *flags(config, 1), "--steps", "100000"],
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and len(checkpoint.steps(tmp_path / "run")) < 2:
         time.sleep(0.01)
     process.kill()
-    process.communicate()
+    process.wait()
     assert weights(tmp_path / "run")

@@ -205,7 +205,7 @@ def test_a_nan_in_a_bias_stops_the_run(loom, quiet):
 
 
 def test_resume_takes_the_new_decay_and_betas(loom, quiet, tmp_path):
-    open_run(loom, quiet).fit()
+    open_run(loom.replace("train", steps=2), quiet).fit()
     found = checkpoint.find(loom.train.out)
     changed = loom.replace("train", weight_decay=0.7, beta1=0.5, out=str(tmp_path / "on"))
     groups = open_run(changed, quiet, found).optimizer.param_groups
@@ -232,7 +232,7 @@ def test_held_out_loss_drops_no_token(loom, quiet):
 
 
 def test_other_experts_than_the_checkpoints_are_refused_by_name(loom, quiet):
-    open_run(loom, quiet).fit()
+    open_run(loom.replace("train", steps=2), quiet).fit()
     found = checkpoint.find(loom.train.out)
     with pytest.raises(InputError, match=r"model\.moe\.top_k=1: the checkpoint .* with 2"):
         open_run(loom.replace("model.moe", top_k=1), quiet, found)

@@ -1,53 +1,48 @@
-"""Reachability by hops: the root that each node leads to. Difficulty: the most hops to a root.
+"""Reachability by hops: the node that a path has reached. Difficulty: the hops of a path.
 
-    3>5 0>0 5>5 2>3 4>1 1>0 ? 4 0 3 2 1 5          and at the last six tokens:  0 0 5 5 0 5
-    (16 edges, here 6; 2 hops)
+    2 120 021 0 210 102 1 021 201          and at these tokens: 2 0 0 0 2 2 1 2 1
+    (24 tokens, here 9; 2 hops)
 
-Each of 16 nodes leads to one other, a root to itself. The edges are a token each ("3>5": 3 leads to
-5) and come in a drawn order; the nodes' names are drawn, too. They make as many chains of
-`difficulty` hops as there is room for; the nodes that are left are roots. After "?" come all nodes
-in a drawn order; the answer to each, predicted at it, is the root that it leads to. No answer is
-read, so none helps with another.
+A graph has layers of 3 nodes, and each node leads to one of the next layer. A token such as "120"
+has all edges between two layers: node 0 leads to 1, 1 to 2 and 2 to 0. "2" starts a path at node 2
+of a new graph's first layer. The answer at each token is the node that the path has reached by it.
+Each path has `difficulty` hops; the first and the last of a sequence may have fewer.
 
-All chains are alike: nothing but following one says where it ends. A model that follows an edge in
-each loop needs `difficulty` loops for the beginnings of the chains, and in any further loop every
-node stays at its root. Before that the nodes nearer to a root are right already.
-
-An edge is one token, because a small model takes far longer to learn to read an edge from two.
+Every node has one edge to it, so nothing but following all edges of a path tells where it is. No
+answer is read, so none helps with the next. A model that follows an edge in each loop needs
+`difficulty` loops; in any further loop nothing changes.
 """
+
+import itertools
 
 import numpy as np
 
 from deeploop.data.tasks.base import Example, Task, digits
 from deeploop.data.tasks.draw import Draw
 
-NODES = 16
+NODES, LENGTH = 3, 24
+EDGES = np.array(list(itertools.permutations(range(NODES))))  # [6, 3]: where each node leads
 
 
 class Reach(Task):
-    """The edges of a graph in a drawn order, "?", and all nodes in another: the root of each."""
+    """Paths through graphs, one after another; at each token the node that is reached."""
 
-    symbols = (".", "?", *digits(NODES), *(f"{a}>{b}" for a in range(NODES) for b in range(NODES)))
+    symbols = (".", *digits(NODES), *("".join(map(str, edges)) for edges in EDGES))
 
     def places(self, difficulty: int) -> np.ndarray:
-        return np.arange(2 * NODES + 1) > NODES
+        return np.ones(LENGTH, bool)
 
     def choices(self, difficulty: int) -> int:
-        return chains(difficulty)  # a root that ends none is named only once
+        return NODES
 
     def examples(self, draw: Draw, difficulty: int) -> Example:
-        # Node c * (difficulty + 1) + k of the graph is k hops away from the root of chain c.
-        chain = np.arange(chains(difficulty) * (difficulty + 1)).reshape(-1, difficulty + 1)
-        after, root = np.arange(NODES), np.arange(NODES)
-        after[chain[:, 1:]], root[chain] = chain[:, :-1], chain[:, :1]
-        names, order, asked = draw.order(NODES), draw.order(NODES), draw.order(NODES)
-        node, edge, mark = self.ids("0", "0>0", "?")
-        edges = np.take_along_axis(edge + names * NODES + names[:, after], order, 1)
-        questions = node + np.take_along_axis(names, asked, 1)
-        answers = node + np.take_along_axis(names[:, root], asked, 1)
-        return np.concatenate((edges, np.full((draw.n, 1), mark), questions), 1), answers
-
-
-def chains(difficulty: int) -> int:
-    """Return how many chains of so many hops the nodes make."""
-    return NODES // (difficulty + 1)
+        before = draw.below(min(difficulty + 1, LENGTH - difficulty))[:, None]  # a path of d hops
+        starts = (np.arange(LENGTH) - before) % (difficulty + 1) == 0
+        starts[:, 0] = True
+        start, edges = draw.below(NODES, LENGTH), draw.below(len(EDGES), LENGTH)
+        reached = start.copy()
+        for i in range(1, LENGTH):
+            led = EDGES[edges[:, i], reached[:, i - 1]]
+            reached[:, i] = np.where(starts[:, i], start[:, i], led)
+        node, edge = self.ids("0", "012")
+        return np.where(starts, node + start, edge + edges), node + reached

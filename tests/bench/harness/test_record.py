@@ -96,8 +96,8 @@ def test_an_op_that_is_not_opened_reads_its_inputs_and_writes_its_outputs():
 
 @pytest.mark.parametrize("backprop", ["full", "full, loop", "segments(2)"])
 def test_the_peak_of_a_step_is_the_one_that_the_planner_counts(backprop):
-    config = preset("loom-tiny").replace("model", vocab_size=256, loops=4, seq_len=64)
-    config = config.replace("train", batch_size=4, precision="fp32", **settings(4)[backprop])
+    config = preset("loom-tiny").replace("model", vocab_size=256, loops=3, seq_len=64)
+    config = config.replace("train", batch_size=4, precision="fp32", **settings(3)[backprop])
     t = training(config, CPU)
     take_step(t)
     peak = peak_of(lambda: take_step(t), t.tensors()) + t.nbytes()

@@ -14,12 +14,11 @@ from deeploop.config.data import TASKS
 from deeploop.data.batches import IGNORE
 from deeploop.data.tasks import load_task
 from deeploop.data.tasks.draw import HELD_OUT, TRAIN, Draw, example_keys
-from deeploop.data.tasks.reach import NODES
 from tests.helpers.data import refused
 
 # By task: weighted sums of two examples' inputs, and the sum of their answers.
 PINNED = {
-    "reach": [22060, 19190, 310],
+    "reach": [1097, 1479, 93],
     "phop": [7273, 6870, 4],
     "addition": [33, 160, 31],
     "parity": [1, 4, 5],
@@ -57,14 +56,14 @@ def solve_addition(words):
 
 
 def solve_reach(words):
-    edges, asked = words[: words.index("?")], words[words.index("?") + 1 :]
-    leads = dict(edge.split(">") for edge in edges)
-    assert set(leads) == set(asked) and len(edges) == len(asked) == NODES
-
-    def follow(node, hops=0):
-        return (node, hops) if leads[node] == node else follow(leads[node], hops + 1)
-
-    return [follow(node)[0] for node in asked], max(follow(node)[1] for node in asked)
+    """Follow each path from its start, edge by edge."""
+    reached, hops, most = [], 0, 0
+    for word in words:
+        starts = len(word) == 1
+        hops = 0 if starts else hops + 1
+        most = max(most, hops)
+        reached.append(word if starts else word[int(reached[-1])])
+    return reached, most
 
 
 def solve_phop(words):
@@ -129,7 +128,7 @@ def test_answers_are_right_and_the_difficulty_is_what_it_says(name):
             assert 1 <= task.targets(np.array([difficulty]))[0] == len(answers)
 
 
-@pytest.mark.parametrize("name", ["parity", "phop", "regression"])
+@pytest.mark.parametrize("name", ["parity", "phop", "reach", "regression"])
 def test_every_answer_is_as_frequent_as_the_others(name):
     rows = [answers for _, answers in examples(name, 3, n=3000)]
     chance = 1 / load_task(name).choices(3)
@@ -138,24 +137,25 @@ def test_every_answer_is_as_frequent_as_the_others(name):
         assert abs(counts / len(rows) - chance).max() < 0.05
 
 
-@pytest.mark.parametrize("difficulty", [2, 4, 5])
-def test_only_following_the_edges_tells_which_root_a_chain_has(difficulty):
-    """Neither the order of the edges nor that of the nodes gives the answer away."""
-    first, last, near = [], [], []
-    chance = 1 / load_task("reach").choices(difficulty)
-    for words, answers in examples("reach", difficulty, n=3000):
-        edges, asked = words[: words.index("?")], words[words.index("?") + 1 :]
-        leads = [edge.split(">") for edge in edges]
-        named = [b for a, b in leads if a != b]
-        roots = [a for a, b in leads if a == b and a in named]
-        assert len(roots) == round(1 / chance)
-        begins = next(node for node in asked if node not in named and [node, node] not in leads)
-        answer = answers[asked.index(begins)]
-        first.append(roots[0] == answer)
-        last.append(roots[-1] == answer)
-        near.append(min(roots, key=lambda r: abs(asked.index(r) - asked.index(begins))) == answer)
-    for guess in (first, last, near):
-        assert abs(np.mean(guess) - chance) < 0.04
+@pytest.mark.parametrize("difficulty", [1, 4, 12, 23])
+def test_all_edges_of_a_path_matter_to_its_end(difficulty):
+    """Another start, or one edge left out, gives another answer two times in three."""
+    for skipped in {0, difficulty // 2, difficulty - 1}:
+        changed = []
+        for words, answers in examples("reach", difficulty, n=2000):
+            starts = [i for i, word in enumerate(words) if len(word) == 1] + [len(words)]
+            first = next(i for i, j in itertools.pairwise(starts) if j - i == difficulty + 1)
+            without = words.copy()
+            without[first + 1 + skipped] = "012"  # a hop that changes nothing
+            ends = first + difficulty
+            changed.append(solve_reach(without)[0][ends] != answers[ends])
+        assert abs(np.mean(changed) - 2 / 3) < 0.05
+
+
+def test_paths_begin_at_any_token():
+    begins = [[len(word) == 1 for word in words] for words, _ in examples("reach", 3, n=400)]
+    shares = np.mean(begins, 0)
+    assert shares[0] == 1 and abs(shares[1:] - 1 / 4).max() < 0.1
 
 
 @every_task

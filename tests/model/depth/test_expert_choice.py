@@ -198,7 +198,7 @@ def test_two_sizes_of_micro_batch_give_the_same_gradients():
         torch.testing.assert_close(made[name], grad, rtol=1e-9, atol=1e-12)
 
 
-def test_a_resumed_run_is_the_unbroken_one(config, quiet, no_pictures):
+def test_a_resumed_run_is_the_unbroken_one(config, quiet):
     run = config.replace("model", depth="expert_choice").replace(
         "train", steps=3, save_every=2, eval_every=0, eval_tokens=64, log_every=1
     )
@@ -261,7 +261,7 @@ def test_capacities_of_another_number_of_loops_matter_where_they_are_read_alone(
 
 def test_linear_capacities_fall_from_all_to_one_in_r():
     model = model_of(capacity="linear")
-    assert model.depth.capacities == [1, 2 / 3, 1 / 3]
+    assert model.depth.capacities == (1, 2 / 3, 1 / 3)
     ends = []
     model(tokens(length=9), on_loop=ends.append)
     loops = ends[-1].depth.loops

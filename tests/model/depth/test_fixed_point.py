@@ -179,7 +179,7 @@ def test_starts_lead_to_one_fixed_point_of_a_contraction():
     torch.testing.assert_close(s.h, t.h, rtol=1e-6, atol=1e-7)
 
 
-def test_a_run_logs_the_residual_and_the_solvers_loops(config, quiet, no_pictures):
+def test_a_run_logs_the_residual_and_the_solvers_loops(config, quiet):
     run = config.replace("model", inject="contractive", depth="fixed_point", loops=4)
     run = run.replace("train", steps=2, log_every=1, backprop="last", backprop_loops=1)
     open_run(run, quiet).fit()

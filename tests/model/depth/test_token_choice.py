@@ -167,7 +167,7 @@ def test_two_sizes_of_micro_batch_give_the_same_gradients():
         torch.testing.assert_close(made[name], grad, rtol=1e-9, atol=1e-12)
 
 
-def test_a_resumed_run_is_the_unbroken_one(config, quiet, no_pictures):
+def test_a_resumed_run_is_the_unbroken_one(config, quiet):
     run = config.replace("model", depth="token_choice").replace(
         "train", steps=3, save_every=2, eval_every=0, eval_tokens=64, log_every=1
     )
