@@ -31,7 +31,7 @@ def read_array(path: Path, dimensions: int, mapped: bool = False) -> np.ndarray:
             shape, dtype = _read_header(file)
         if dtype not in DTYPES:
             names = ", ".join(map(str, DTYPES))
-            raise InputError(f"{path}: has dtype {brief(dtype)}; must be one of {names}")
+            raise InputError(f"{path}: has dtype {brief(str(dtype))}; must be one of {names}")
         if len(shape) != dimensions or not all(shape):
             raise InputError(
                 f"{path}: has shape {brief(shape)}; must have {dimensions} dimensions, none empty"

@@ -41,7 +41,7 @@ def read_boards(path: Path, symbols: Mapping[str, int]) -> CsvBoards:
     with open_regular(path) as file, foreign(str(path), failed="is not such a csv file"):
         rows = csv.reader(io.TextIOWrapper(file, "utf-8", newline=""), strict=True)
         next(rows, None)
-        for row in rows:
+        for row in filter(None, rows):  # blank lines are nothing
             where = f"{path} line {rows.line_num}"
             if len(row) != COLUMNS:
                 raise InputError(f"{where}: has {len(row)} columns, not {COLUMNS}; fix the file")
@@ -62,7 +62,7 @@ def read_boards(path: Path, symbols: Mapping[str, int]) -> CsvBoards:
             text += both[0] + both[1]
     if not ratings:
         raise InputError(f"{path}: has no boards; give the right file")
-    boards = np.frombuffer(bytes(text), np.uint8).reshape(-1, 2, cells)
+    boards = np.frombuffer(text, np.uint8).reshape(-1, 2, cells)
     return CsvBoards(boards, np.array(ratings, np.int64))
 
 

@@ -225,7 +225,7 @@ def _read(path: Path, shape: Shape, rating: int) -> np.ndarray:
     wrong = ((question != 0) & (question != answer)).any(1) | ~_solved(answer, shape)
     if wrong.any():
         raise InputError(
-            f"{path} line {int(np.argmax(wrong)) + 2}: the answer is not a solution of the "
+            f"{path}: the answer of board {int(np.argmax(wrong)) + 1} is not a solution of its "
             "question; restore the file"
         )
     kept = read.boards[read.ratings >= rating]
