@@ -42,8 +42,8 @@ def tiny(name: str, data: str, cells: int, vocab: int, r: ReasonerConfig, lr: fl
         data=DataConfig(puzzles=data),
         train=TrainConfig(
             steps=800, batch_size=64, lr=lr, weight_decay=0.1, optimizer="adam_atan2", average=0.99,
-            warmup=0.05, schedule="constant", clip=0.0, precision="fp32", eval_every=200, save_every=200,
-            eval_tokens=500 * cells,
+            warmup=0.05, schedule="constant", clip=0.0, precision="fp32", eval_every=200,
+            save_every=200, eval_tokens=500 * cells,
         ),
     )  # fmt: skip
 
