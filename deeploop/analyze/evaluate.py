@@ -13,9 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 from deeploop.analyze.diagnose.diagnose import output_folder
+from deeploop.analyze.evaluate_reasoner import evaluate_reasoner
 from deeploop.config import Config
 from deeploop.config.fields import MAX_INT
 from deeploop.config.loop_count import listed_loops
+from deeploop.config.model import MODELS
 from deeploop.data.source import Source
 from deeploop.eval.by_loop import measure_by_loop
 from deeploop.eval.generate import load_model
@@ -72,6 +74,18 @@ def evaluate(
             raise InputError(f"{name}={value}: must lie between 0 and {MAX_INT}")
     ckpt, torch_device = checkpoint.find(run), pick_device(device, "device")
     m, t = ckpt.config.model, ckpt.config.train
+    if MODELS[m.kind].puzzles:
+        for name, value in (("loops", loops), ("difficulty", difficulty), ("starts", starts)):
+            if value:
+                raise InputError(
+                    f"{name}={value}: a reasoner is measured by segments; leave it out"
+                )
+        path = output_path(ckpt, out)
+        with output_folder(path.parent, unique=False):
+            return evaluate_reasoner(
+                ckpt, console, path, tokens=t.eval_tokens if tokens is None else tokens,
+                batch_size=batch_size or t.micro_batch or t.batch_size, data=data, device=device,
+            )  # fmt: skip
     listed = listed_loops(loops, "loops") if loops else default_loops(m.loops)
     batch_size = batch_size or t.micro_batch or t.batch_size
     tokens = t.eval_tokens if tokens is None else tokens

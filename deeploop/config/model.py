@@ -250,6 +250,14 @@ class ModelConfig:
         """The kind of model, a name in MODELS."""
         return "reasoner" if self.reasoner.cycles_high else "language"
 
+    def require_loops(self, verb: str) -> None:
+        """Refuse a model without loops over tokens; raises InputError. `verb`: of the command."""
+        if MODELS[self.kind].puzzles:
+            raise InputError(
+                f"model.reasoner.cycles_high={self.reasoner.cycles_high}: deeploop {verb} takes "
+                "language models; a reasoner has deeploop train, eval and profile"
+            )
+
     @property
     def ff_width(self) -> int:
         """Inner width of a dense SwiGLU."""

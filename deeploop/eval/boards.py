@@ -11,7 +11,7 @@ from deeploop.data.batches import IGNORE
 from deeploop.data.puzzles.puzzle_set import Examples
 from deeploop.data.puzzles.source import PuzzleSource
 from deeploop.eval.validate import Stop, held_out_targets
-from deeploop.model.reasoner import Reasoner
+from deeploop.model.reasoner import Carry, Reasoner
 from deeploop.model.stablemax import stablemax_cross_entropy
 from deeploop.utils.device import autocast
 from deeploop.utils.distributed import Ranks
@@ -111,3 +111,34 @@ def add(model: Reasoner, config: Config, batch: Examples, sums: Tensor, early: T
         early.add_(torch.stack([(halts & exact).sum(), halts.sum() * segment, halts.sum()]))
 
     segments_of(model, config, batch, read)
+
+
+@torch.no_grad()
+def answer(
+    model: Reasoner, config: Config, batch: Examples, early: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Answer puzzles: the labels int64 [B, T], and the segments that each took, int64 [B].
+
+    Args:
+        model: in eval mode.
+        config: of its run.
+        batch: examples on the model's device; targets are not read.
+        early: end each example where the Q head halts it. Those that go on are gathered, so the
+            time is that of the segments taken; the host waits for their number in each. Else all
+            examples take all segments.
+    """
+    inputs, _, puzzles = batch
+    labels, taken = torch.zeros_like(inputs), torch.zeros_like(puzzles)
+    places, carry = torch.arange(len(inputs), device=inputs.device), model.start(len(inputs))
+    for segment in range(1, config.model.reasoner.segments + 1):
+        with autocast(inputs.device, config.train.precision):
+            end = model(inputs[places], puzzles[places], carry)
+            labels[places] = model.logits(end.n).argmax(-1)
+        taken[places] = segment
+        carry = end.carry
+        if early:
+            on = (~model.halts(end.q)).nonzero()[:, 0]
+            places, carry = places[on], Carry(*(z[on] for z in carry))
+            if not len(places):
+                break
+    return labels, taken

@@ -294,6 +294,17 @@ def load_carried(checkpoint: Checkpoint, wanted: Mapping[str, Tensor]) -> dict[s
     )
 
 
+def load_averages(checkpoint: Checkpoint, model: nn.Module, prefix: str) -> None:
+    """Copy the carried tensors called `prefix` + name into the parameters of these names."""
+    _check_digest(checkpoint, CARRIED)
+    what = f"checkpoint {checkpoint.path}: {CARRIED}"
+    named = {prefix + name: p for name, p in model.named_parameters()}
+    tensors = read_tensors(checkpoint.path / CARRIED, what, named, others=True)
+    with torch.no_grad():
+        for name, p in named.items():
+            p.copy_(tensors[name])
+
+
 def _check_digest(checkpoint: Checkpoint, name: str) -> None:
     """Raise InputError unless the file has the SHA-256 that was recorded when it was saved."""
     what = f"checkpoint {checkpoint.path}: {name}"

@@ -47,13 +47,21 @@ def read_weights(
     return weights
 
 
-def read_tensors(path: Path, what: str, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def read_tensors(
+    path: Path, what: str, wanted: Mapping[str, Tensor], others: bool = False
+) -> dict[str, Tensor]:
     """Return the tensors in a .safetensors file; raises InputError unless they are like `wanted`.
 
-    what: name of the file in an error.
+    Args:
+        path: a regular file; its size bounds the memory that is taken.
+        what: name of the file in an error.
+        wanted: by name, tensors of the shapes and dtypes.
+        others: leave tensors of other names out, in the place of refusing them.
     """
     with foreign(what, REMEDY):
         tensors = load_file(path)
+    if others:
+        tensors = {name: x for name, x in tensors.items() if name in wanted}
     check_same_tensors(tensors, wanted, what, "tensor")
     return tensors
 

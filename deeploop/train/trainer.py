@@ -364,3 +364,9 @@ class Trainer(ABC):
 def due(step: int, every: int, last: int) -> bool:
     """Return whether `step` ends a period of `every` steps; the last step always does."""
     return step == last or (every > 0 and step % every == 0)
+
+
+def load_average(ckpt: checkpoint.Checkpoint, model: nn.Module) -> None:
+    """Give a model the average of its run's weights, where the run has one."""
+    if ckpt.config.train.average:
+        checkpoint.load_averages(ckpt, model, AVERAGE)

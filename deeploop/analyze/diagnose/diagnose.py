@@ -68,6 +68,7 @@ def diagnose(
             raise InputError(f"{name}={value}: must be at least {least}")
     if not 0 <= draw <= MAX_SEED:
         raise InputError(f"draw={draw}: must be from 0 to {MAX_SEED}")
+    config.model.require_loops("diagnose")
     device = pick_device(config.train.device)
     check_diagnosis(config, device, 1)
     corpus = read_corpus(config)
