@@ -75,10 +75,10 @@ def evaluate(
     ckpt, torch_device = checkpoint.find(run), pick_device(device, "device")
     m, t = ckpt.config.model, ckpt.config.train
     if MODELS[m.kind].puzzles:
-        for name, value in (("loops", loops), ("difficulty", difficulty), ("starts", starts)):
-            if value:
+        for name, given in (("loops", loops), ("difficulty", difficulty), ("starts", starts)):
+            if given:
                 raise InputError(
-                    f"{name}={value}: a reasoner is measured by segments; leave it out"
+                    f"{name}={given}: a reasoner is measured by segments; leave it out"
                 )
         path = output_path(ckpt, out)
         with output_folder(path.parent, unique=False):

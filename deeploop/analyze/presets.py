@@ -24,7 +24,8 @@ def table(variants: bool) -> Table:
     rows.add_column("model and training", no_wrap=True)
     named = presets()
     for name, config in named.items():
-        if not variants and any(name.startswith(f"{other}-") for other in named):
+        changed = any(name.startswith(f"{other}-") for other in named)
+        if changed and not variants and not name.endswith("-tiny"):
             continue
         paper = next((paper for start, paper in PAPERS.items() if name.startswith(start)), "")
         loops = str(config.model.loops)
