@@ -75,10 +75,10 @@ def evaluate(
     ckpt, torch_device = checkpoint.find(run), pick_device(device, "device")
     m, t = ckpt.config.model, ckpt.config.train
     if MODELS[m.kind].puzzles:
-        for name, given in (("loops", loops), ("difficulty", difficulty), ("starts", starts)):
-            if given:
+        for name, option in (("loops", loops), ("difficulty", difficulty), ("starts", starts)):
+            if option:
                 raise InputError(
-                    f"{name}={given}: a reasoner is measured by segments; leave it out"
+                    f"{name}={option}: a reasoner is measured by segments; leave it out"
                 )
         path = output_path(ckpt, out)
         with output_folder(path.parent, unique=False):
