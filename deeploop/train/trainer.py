@@ -29,7 +29,7 @@ from deeploop.train.finite import first_nonfinite, state_is_finite, stream_is_fi
 from deeploop.train.held_out import held_out_figures, in_words
 from deeploop.train.losses import loss_rule
 from deeploop.train.metrics import StepMetrics, largest_rms
-from deeploop.train.optim import learning_rate
+from deeploop.train.optim import learning_rate, make_optimizer
 from deeploop.train.parents import Parents, load_teacher, start_from
 from deeploop.train.progress import ProgressBar
 from deeploop.train.step import train_step
