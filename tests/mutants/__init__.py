@@ -1,11 +1,12 @@
 """The tests are tested: faults of the source, each of which a test must notice."""
 
-from tests.mutants import evaluation, kernels, models, routing, training
+from tests.mutants import evaluation, kernels, models, reasoners, routing, training
 
 MUTANTS = [
     *evaluation.MUTANTS,
     *kernels.MUTANTS,
     *models.MUTANTS,
+    *reasoners.MUTANTS,
     *routing.MUTANTS,
     *training.MUTANTS,
 ]

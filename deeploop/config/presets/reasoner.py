@@ -61,7 +61,8 @@ def _paper(preset: str, reasoner: ReasonerConfig, seq_len: int, steps: int, **tr
         ),
         train=TrainConfig(
             steps=steps, batch_size=768, optimizer="adam_atan2", schedule="constant", lr=1e-4,
-            warmup=2000 / steps, clip=0.0, decay_gains=True, eval_every=1000, save_every=1000, **train,
+            warmup=2000 / steps, clip=0.0, decay_gains=True, eval_every=1000,
+            save_every=1000, **train,
         ),
     )  # fmt: skip
 
