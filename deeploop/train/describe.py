@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 USED_WITH = {
     "model.start_std": "start=noise",
     "model.adapter_init": "inject=adapter",
+    "model.n_layers": "reasoner.cycles_high=0",
+    "model.loops": "reasoner.cycles_high=0",
+    "model.embed_std": "reasoner.cycles_high=0",
+    "model.reasoner.layers_high": "reasoner.shared=False",
+    "model.reasoner.mixer_width": "reasoner.mixer=mlp",
+    "model.reasoner.scale_per": "reasoner.visits=paper|counted",
     "model.mor.capacity": "depth=expert_choice",
     "model.mor.causal": "depth=expert_choice",
     "model.mor.causal_weight": "depth=expert_choice",
@@ -32,6 +38,7 @@ USED_WITH = {
     "train.loop_set": "loop_count=set",
     "train.exit_weight": "loss=expected|ponder",
     "train.exit_prior": "loss=ponder",
+    "train.min_lr": "schedule=wsd|cosine",
 }
 
 BORDERS = ("start", "input_norm", "inject", "loop_norm", "readout_map", "loop_signal", "depth")
@@ -82,6 +89,8 @@ def without_effect(config: Config) -> list[str]:
         for choice in choices.values()
         if choice.section and choice.section != choices[name].section
     }  # fmt: skip
+    if not m.reasoner.cycles_high:
+        reasons["reasoner"] = "model.reasoner.cycles_high=0"
     if not m.moe.experts:
         reasons["moe"] = "model.moe.experts=0"
     lines = {
@@ -99,7 +108,7 @@ def without_effect(config: Config) -> list[str]:
         mine, field, (needed_field, values) = (
             getattr(config, section), operator.attrgetter(path), needed.split("=")
         )  # fmt: skip
-        value, other = field(mine), getattr(mine, needed_field)
+        value, other = field(mine), str(operator.attrgetter(needed_field)(mine))
         if value != field(type(mine)()) and other not in values.split("|"):
             lines.setdefault(name, f"{name}={value}: no effect without {section}.{needed}")
     name, t = "train.teacher_weight", config.train

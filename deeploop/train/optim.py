@@ -67,10 +67,10 @@ def _group(named: Sequence[tuple[str, Tensor]], weight_decay: float) -> dict[str
 def learning_rate(step: int, config: TrainConfig) -> float:
     """Return the learning rate of a step from 0 to steps - 1.
 
-    The rate rises linearly to `lr` over the first `warmup` of the steps. constant: it stays there.
-    Else it ends at `min_lr * lr`, which the last step takes exactly. wsd: constant, then linear
-    over the last `decay` of the steps (10/80/10 by default). cosine: half a cosine from the step
-    at `lr` to the last.
+    The rate rises linearly to `lr` over the first `warmup` of the steps and ends at
+    `min_lr * lr`, which the last step takes exactly. wsd: constant, then linear over the
+    last `decay` of the steps (10/80/10 by default). cosine: half a cosine from the step at
+    `lr` to the last. constant: `lr` to the end.
 
     The rate stays at `lr` to the end where no step is left to decay over: in a run of one
     step, in one that warms up to its end, and in wsd with `decay` of less than half a step.

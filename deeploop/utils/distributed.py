@@ -67,9 +67,9 @@ class Ranks(NamedTuple):
         if self.world == 1:
             return tensor
         with span("communication"):
-            gathered = tensor.new_empty((self.world * len(tensor), *tensor.shape[1:]))
-            dist.all_gather_into_tensor(gathered, tensor.contiguous())
-            return gathered
+            parts = [torch.empty_like(tensor) for _ in range(self.world)]
+            dist.all_gather(parts, tensor)
+            return torch.cat(parts)
 
     def any_rank(self, flag: bool) -> bool:
         """Return True on every rank if `flag` is true on at least one; does not wait for a GPU."""

@@ -33,6 +33,12 @@ def test_cosine_falls_from_the_peak_to_the_floor():
     assert (cosine[509] + cosine[510]) / 2 == pytest.approx(2.0 * (0.1 + 0.9 * 0.5))
 
 
+def test_constant_stays_at_the_peak_after_the_warm_up():
+    constant = rates(steps=100, schedule="constant", warmup=0.05, decay=0.9)
+    assert constant[:5] == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0])
+    assert set(constant[4:]) == {2.0}
+
+
 @pytest.mark.parametrize("schedule", ["wsd", "cosine"])
 @pytest.mark.parametrize("warmup", [0.0, 0.1, 0.5, 0.9])
 @pytest.mark.parametrize("steps", [2, 3, 10, 280])

@@ -12,7 +12,7 @@ def reasoner_presets() -> list[Config]:
     """List reasoners of sizes for a CPU, which are ours, and those of the papers' code.
 
     The papers' data are built or downloaded by the user: give their folder as --data.puzzles. Steps
-    are their epochs' (at 1,000 examples an epoch; ARC's sets have more, so their number is a fit).
+    are epochs x examples / batch, of ARC a guess.
     """
     return [*tiny_presets(), *hrm_presets(), *trm_presets()]
 
@@ -42,7 +42,7 @@ def tiny(name: str, data: str, cells: int, vocab: int, r: ReasonerConfig, lr: fl
         data=DataConfig(puzzles=data),
         train=TrainConfig(
             steps=800, batch_size=64, lr=lr, weight_decay=0.1, optimizer="adam_atan2", average=0.99,
-            warmup=0.05, schedule="constant", clip=0.0, precision="fp32", eval_every=200,
+            warmup=0.05, schedule="constant", clip=0.0, decay_gains=True, precision="fp32", eval_every=200,
             save_every=200, eval_tokens=500 * cells,
         ),
     )  # fmt: skip
@@ -66,7 +66,7 @@ def large(name: str, r: ReasonerConfig, steps: int, average: float = 0.0) -> Con
         train=TrainConfig(
             steps=steps, batch_size=768, lr=1e-4, optimizer="adam_atan2", average=average,
             weight_decay=0.1 if arc else 1.0, puzzle_lr=1e-2 if arc else 1e-4,
-            puzzle_decay=0.1 if arc else 1.0, warmup=2000 / steps, schedule="constant", clip=0.0,
+            puzzle_decay=0.1 if arc else 1.0, warmup=2000 / steps, schedule="constant", clip=0.0, decay_gains=True,
             eval_every=steps // 20, save_every=steps // 20,
         ),
     )  # fmt: skip
@@ -82,9 +82,9 @@ def hrm_presets() -> list[Config]:
     return [
         large("hrm-sudoku", r, 26_041),
         large("hrm-maze", r, 26_041),
-        large("hrm-arc", r, 125_000),
-        large("hrm-arc-deeploop", dataclasses.replace(r, visits="paper"), 125_000),
-        large("hrm-arc-deeploop-counted", dataclasses.replace(r, visits="counted"), 125_000),
+        large("hrm-arc", r, 518_000),
+        large("hrm-arc-deeploop", dataclasses.replace(r, visits="paper"), 518_000),
+        large("hrm-arc-deeploop-counted", dataclasses.replace(r, visits="counted"), 518_000),
     ]
 
 
@@ -94,9 +94,9 @@ def trm_presets() -> list[Config]:
         cycles_high=3, cycles_low=4, shared=True, gradient="last_cycle", puzzle_tokens=16,
         halting="halt",
     )  # fmt: skip
-    sudoku = dataclasses.replace(r, cycles_low=6, mixer="mlp", positions=False)
+    sudoku = dataclasses.replace(r, cycles_low=6, mixer="mlp", mixer_width=512, positions=False)
     return [
         large("trm-sudoku", sudoku, 65_104, 0.999),
         large("trm-maze", r, 65_104, 0.999),
-        large("trm-arc", r, 125_000, 0.999),
+        large("trm-arc", r, 518_000, 0.999),
     ]
