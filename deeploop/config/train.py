@@ -167,6 +167,15 @@ class TrainConfig:
     decay_gains: Annotated[bool, flag("weight decay on norm gains, too")] = False
     beta1: Annotated[float, flag("decay of the first moment"), FRACTION, MAY_CHANGE] = 0.9
     beta2: Annotated[float, flag("decay of the second moment"), FRACTION, MAY_CHANGE] = 0.95
+    ema: Annotated[
+        float, flag("decay of the average of weights that evaluation takes; 0: none"), FRACTION
+    ] = 0.0
+    puzzle_lr: Annotated[
+        float, flag("step of the sign descent on puzzles' vectors"), POSITIVE, MAY_CHANGE
+    ] = 1e-2
+    puzzle_decay: Annotated[
+        float, flag("weight decay on the vectors of a batch's puzzles"), NOT_NEGATIVE, MAY_CHANGE
+    ] = 0.1
     clip: Annotated[
         float,
         flag("gradients are scaled down to this global norm; 0: no clipping"),

@@ -5,7 +5,10 @@ from typing import Any
 
 from deeploop.config import Config, ModelConfig, ReasonerConfig, TrainConfig
 
-ARC_DECAY, PUZZLE_DECAY = 0.1, 1.0  # weight decay of the recipes
+ARC: dict[str, Any] = {
+    "seq_len": 900, "steps": 518_000, "weight_decay": 0.1, "puzzle_lr": 1e-2, "puzzle_decay": 0.1,
+}  # fmt: skip
+PUZZLE: dict[str, Any] = {"weight_decay": 1.0, "puzzle_lr": 1e-4, "puzzle_decay": 1.0}
 
 
 def reasoner_presets() -> list[Config]:
@@ -13,9 +16,9 @@ def reasoner_presets() -> list[Config]:
 
     Of the papers and their code: widths, blocks, cycles, which calls have gradients, halting, the
     puzzles' positions, AdamATan2 with its learning rate, decay, betas, batch and warm-up, the
-    schedule. The steps are epochs x examples / batch, of ARC a guess. DeepLoop's HRM scales by its
-    own 24 visits, or by the 16 that the released code gives a gradient; all else is HRM's. Of the
-    tiny models only the rules are the papers'.
+    constant schedule, the average of TRM's weights. The steps are epochs x examples / batch, those
+    of ARC a guess. DeepLoop's HRM scales by the paper's 24 visits, or by the 16 that the released
+    code gives a gradient; all else is HRM's. Of the tiny models only the rules are the papers'.
     """
     return [*_tiny(), *_hrm(), *_trm()]
 
@@ -24,17 +27,15 @@ def _hrm() -> list[Config]:
     reasoner = ReasonerConfig(
         cycles_high=2, cycles_low=2, layers_high=4, layers_low=4, puzzle_tokens=1
     )
-    arc = _paper("hrm-arc", reasoner, seq_len=900, steps=518_000, weight_decay=ARC_DECAY)
+    scaled = dataclasses.replace(reasoner, visits="paper")
+    counted = dataclasses.replace(reasoner, visits="counted")
     return [
-        _paper("hrm-sudoku", reasoner, seq_len=81, steps=26_041, weight_decay=PUZZLE_DECAY),
-        _paper("hrm-maze", reasoner, seq_len=900, steps=26_041, weight_decay=PUZZLE_DECAY),
-        arc,
-        *(
-            dataclasses.replace(arc.replace("model.reasoner", visits=visits), preset=name)
-            for name, visits in (("hrm-arc-deeploop", "paper"), ("hrm-arc-deeploop-counted",
-                                                                 "counted"))
-        ),
-    ]  # fmt: skip
+        _paper("hrm-sudoku", reasoner, seq_len=81, steps=26_041, **PUZZLE),
+        _paper("hrm-maze", reasoner, seq_len=900, steps=26_041, **PUZZLE),
+        _paper("hrm-arc", reasoner, **ARC),
+        _paper("hrm-arc-deeploop", scaled, **ARC),
+        _paper("hrm-arc-deeploop-counted", counted, **ARC),
+    ]
 
 
 def _trm() -> list[Config]:
@@ -46,8 +47,8 @@ def _trm() -> list[Config]:
         reasoner, cycles_low=6, mixer="mlp", mixer_width=512, positions=False
     )
     return [
-        _paper("trm-sudoku", mixer, seq_len=81, steps=65_104, weight_decay=PUZZLE_DECAY),
-        _paper("trm-arc", reasoner, seq_len=900, steps=518_000, weight_decay=ARC_DECAY),
+        _paper("trm-sudoku", mixer, seq_len=81, steps=65_104, ema=0.999, **PUZZLE),
+        _paper("trm-arc", reasoner, ema=0.999, **ARC),
     ]
 
 
@@ -61,33 +62,36 @@ def _paper(preset: str, reasoner: ReasonerConfig, seq_len: int, steps: int, **tr
         ),
         train=TrainConfig(
             steps=steps, batch_size=768, optimizer="adam_atan2", schedule="constant", lr=1e-4,
-            warmup=2000 / steps, clip=0.0, decay_gains=True, eval_every=1000,
-            save_every=1000, **train,
+            warmup=2000 / steps, clip=0.0, decay_gains=True, eval_every=1000, save_every=1000,
+            **train,
         ),
     )  # fmt: skip
 
 
 def _tiny() -> list[Config]:
-    """Return first guesses; 4x4 boards of sudoku, and mazes of 8 x 8."""
+    """List first guesses, for sudoku of 4 x 4 cells and mazes of 8 x 8."""
     hrm = ReasonerConfig(cycles_high=2, cycles_low=2, layers_high=1, layers_low=1, segments=8)
     trm = ReasonerConfig(
         cycles_high=3, cycles_low=4, layers_low=2, shared=True, gradient="last_cycle",
         halting="halt", segments=8,
     )  # fmt: skip
     mixer = dataclasses.replace(trm, cycles_low=6, mixer="mlp", positions=False)
-    shapes = (("hrm-sudoku-tiny", hrm, 16), ("trm-sudoku-tiny", mixer, 16),
-              ("trm-maze-tiny", trm, 64))  # fmt: skip
     return [
-        Config(
-            preset=name,
-            model=ModelConfig(
-                residual="plain_post_norm", d_model=64, n_heads=2, norm_eps=1e-5, seq_len=cells,
-                reasoner=reasoner,
-            ),
-            train=TrainConfig(
-                steps=1000, batch_size=64, optimizer="adam_atan2", schedule="constant", lr=1e-3,
-                clip=0.0, decay_gains=True,
-            ),
-        )
-        for name, reasoner, cells in shapes
-    ]  # fmt: skip
+        _small("hrm-sudoku-tiny", hrm, 16),
+        _small("trm-sudoku-tiny", mixer, 16, ema=0.99),
+        _small("trm-maze-tiny", trm, 64, ema=0.99),
+    ]
+
+
+def _small(preset: str, reasoner: ReasonerConfig, seq_len: int, **train: Any) -> Config:
+    return Config(
+        preset=preset,
+        model=ModelConfig(
+            residual="plain_post_norm", d_model=64, n_heads=2, norm_eps=1e-5, seq_len=seq_len,
+            reasoner=reasoner,
+        ),
+        train=TrainConfig(
+            steps=1000, batch_size=64, optimizer="adam_atan2", schedule="constant", lr=1e-3,
+            clip=0.0, decay_gains=True, **train,
+        ),
+    )  # fmt: skip
