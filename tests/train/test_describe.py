@@ -9,7 +9,8 @@ TWO = {"cycles_high": 2}
 
 
 @pytest.mark.parametrize(("reasoner", "others", "wanted"), [
-    ({"segments": 8}, {}, ["model.reasoner.segments=8: no effect with model.reasoner.cycles_high=0"]),
+    ({"segments": 8}, {},
+     ["model.reasoner.segments=8: no effect with model.reasoner.cycles_high=0"]),
     (TWO | {"segments": 8, "layers_high": 3}, {}, []),
     (TWO, {"loops": 6, "n_layers": 3, "embed_std": 1.0}, [
         "model.n_layers=3: no effect without model.reasoner.cycles_high=0",
