@@ -39,7 +39,8 @@ class DepthChoice(NamedTuple):
 DEPTHS = {
     "fixed": DepthChoice("deeploop.model.depth.base:Depth"),
     "act": DepthChoice(
-        "deeploop.model.depth.act:ACT", section="act", backprops=("full", "last", "progressive")
+        "deeploop.model.depth.act:ACT", section="act", per_sequence=False,
+        backprops=("full", "last", "progressive"),
     ),
     "gate": DepthChoice("deeploop.model.depth.gate:ExitGate", gate=True),
     "fixed_point": DepthChoice(

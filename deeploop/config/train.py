@@ -253,8 +253,10 @@ class TrainConfig:
                 f"train.loss={self.loss}: needs train.backprop={' or '.join(choice.backprops)}, "
                 f"and it is {self.backprop}"
             )
-        if self.loop_count_per == "sequence" and (choice.each_loop or self.backprop == "segments"):
+        to_the_end = self.backprop in ("full", "last")  # where sequences that start later have run
+        if self.loop_count_per == "sequence" and (choice.each_loop or not to_the_end):
             raise InputError(
-                "train.loop_count_per=sequence: needs a loss after the last loop alone; give batch "
-                f"(train.loss={self.loss}, train.backprop={self.backprop})"
+                "train.loop_count_per=sequence: needs a loss after the last loop alone; give "
+                f"batch, or train.loss last (it is {self.loss}) with train.backprop full or last "
+                f"({self.backprop})"
             )

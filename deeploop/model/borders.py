@@ -14,7 +14,6 @@ A step is left out where its field is `none` or false.
 """
 
 from collections.abc import Iterable, Sequence
-from operator import attrgetter
 
 import torch
 import torch.nn.functional as F
@@ -170,18 +169,16 @@ def reads_input(config: ModelConfig, rule: Residual) -> bool:
     return rule.uses_input or config.inject != "none"
 
 
-def counts_loops(config: ModelConfig, rule: Residual) -> bool:
-    """Return whether a loop depends on its number, beside the state that it starts from."""
+def number_fields(config: ModelConfig, rule: Residual) -> str:
+    """Return the fields, with values, by which a loop depends on its number; empty if by none."""
     c = config
-    injects = c.inject == "convex" or (c.inject == "add" and c.start == "embedding")
-    routers = bool(c.moe.experts) and c.moe.router_per_loop
-    own = routers or bool(c.lora_rank)  # matrices of one loop alone
-    return injects or own or c.loop_signal != "none" or rule.counts_loops
-
-
-def number_fields(c: ModelConfig) -> str:
-    """Return the fields by which a loop may depend on its number, with their values."""
-    names = ["residual", "start", "inject", "loop_signal"]
-    names += ["moe.router_per_loop"] if c.moe.experts else []
-    names += ["lora_rank"] if c.lora_rank else []
-    return ", ".join(f"model.{name}={attrgetter(name)(c)}" for name in names)
+    by = {
+        f"model.residual={c.residual}": rule.counts_loops,
+        f"model.inject={c.inject}": c.inject == "convex",
+        f"model.inject={c.inject} with model.start={c.start}": c.inject == "add"
+        and c.start == "embedding",
+        f"model.loop_signal={c.loop_signal}": c.loop_signal != "none",
+        "model.moe.router_per_loop=True": bool(c.moe.experts) and c.moe.router_per_loop,
+        f"model.lora_rank={c.lora_rank}": bool(c.lora_rank),
+    }
+    return ", ".join(field for field, does in by.items() if does)

@@ -43,7 +43,15 @@ def parameters(m: ModelConfig) -> int:
     """Count the parameters, but for gains: the matrices, each once."""
     heads = 1 if residual_rule(m).ties_head else 2
     unlooped = (m.prelude + m.coda) * dense_block_weights(m)
-    return heads * m.vocab_size * m.d_model + core_parameters(m) + unlooped
+    between = border_parameters(m)
+    return heads * m.vocab_size * m.d_model + core_parameters(m) + unlooped + between
+
+
+def border_parameters(m: ModelConfig) -> int:
+    """Count the matrices of `deeploop.model.borders`: injection, readout, modulation by loop."""
+    squares = {"adapter": 2, "contractive": 1}.get(m.inject, 0) + m.readout_map
+    squares += 1 + 4 * m.n_layers if m.loop_signal == "modulate" else 0
+    return squares * m.d_model**2
 
 
 def core_parameters(m: ModelConfig) -> int:

@@ -228,7 +228,10 @@ def _open(folder: Path, newest: bool) -> Checkpoint:
 
 
 def load_weights(
-    checkpoint: Checkpoint, model: nn.Module, fresh: Callable[[str], bool] = lambda _: False
+    checkpoint: Checkpoint,
+    model: nn.Module,
+    fresh: Callable[[str], bool] = lambda _: False,
+    remedy: str = REMEDY,
 ) -> None:
     """Copy the checkpoint's weights into `model`.
 
@@ -236,24 +239,32 @@ def load_weights(
         checkpoint: with weights.
         model: whose own weights stay where the checkpoint has none and `fresh` allows it.
         fresh: by the name of a weight, whether it may stay.
+        remedy: what to do about a weight that does not fit, in an error.
 
     Raises InputError where the file is damaged, or its names, shapes and dtypes are not the
     model's.
     """
     _check_digest(checkpoint, MODEL)
     what = f"checkpoint {checkpoint.path}: {MODEL}"
-    model.load_state_dict(read_weights(checkpoint.path / MODEL, what, model, fresh))
+    model.load_state_dict(read_weights(checkpoint.path / MODEL, what, model, fresh, remedy))
 
 
-def load_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer) -> None:
-    """Copy the checkpoint's moments and step counts into `optimizer`.
+def load_optimizer(
+    checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, model: nn.Module
+) -> None:
+    """Copy the checkpoint's moments and step counts into `optimizer`, by parameter name.
 
-    `optimizer` keeps its weight decay and betas, because a resumed run may set others.
+    Args:
+        checkpoint: with weights.
+        optimizer: it keeps its weight decay and betas, because a resumed run may set others.
+        model: whose parameters it steps (`deeploop.train.optim.adamw`).
+
     Raises InputError where the file is damaged or does not fit the parameters.
     """
     _check_digest(checkpoint, OPTIMIZER)
     what = f"checkpoint {checkpoint.path}: {OPTIMIZER}"
-    optimizer.load_state_dict(read_optimizer(checkpoint.path / OPTIMIZER, what, optimizer))
+    state = read_optimizer(checkpoint.path / OPTIMIZER, what, optimizer, model)
+    optimizer.load_state_dict(state)
 
 
 def _check_digest(checkpoint: Checkpoint, name: str) -> None:

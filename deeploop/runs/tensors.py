@@ -6,7 +6,8 @@ and write outside of their memory, or a few bytes that claim to be gigabytes.
 
 import math
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def read_weights(
-    path: Path, what: str, model: nn.Module, fresh: Callable[[str], bool]
+    path: Path, what: str, model: nn.Module, fresh: Callable[[str], bool], remedy: str = REMEDY
 ) -> dict[str, Tensor]:
     """Return the weights in a .safetensors file, under today's names.
 
@@ -32,6 +33,7 @@ def read_weights(
         what: name of the file in an error.
         model: whose names, shapes and dtypes the weights must have.
         fresh: by the name of a weight, whether the model's own may stay where the file has none.
+        remedy: what to do about a weight that does not fit, in an error.
 
     Raises:
         InputError: the file is damaged or a tensor is not one of the model's.
@@ -43,39 +45,82 @@ def read_weights(
     weights |= own
     for name in sorted(wanted.keys() ^ weights.keys()):
         reason = "lacks" if name in wanted else "has, and the model has not,"
-        raise InputError(f"{what} does not fit: {reason} the weight {brief(name)}; {REMEDY}")
+        raise InputError(f"{what} does not fit: {reason} the weight {brief(name)}; {remedy}")
     for name, weight in weights.items():
-        check_like(weight, wanted[name], f"{what} does not fit: the weight {name}")
+        check_like(weight, wanted[name], f"{what} does not fit: the weight {name}", remedy)
     return weights
 
 
-def read_optimizer(path: Path, what: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def read_optimizer(
+    path: Path, what: str, optimizer: torch.optim.Optimizer, model: nn.Module
+) -> dict[str, Any]:
     """Return a state for `optimizer.load_state_dict` from a file of torch.save.
 
-    The groups keep all settings of `optimizer` but the learning rate. The tensors are mapped,
-    checked against the parameters, and only then copied.
+    Moments belong to parameters by name, whatever group these are in. The groups keep all settings
+    of `optimizer` but the learning rate. The tensors are mapped, checked against the parameters,
+    and only then copied.
 
-    Raises InputError where the file is damaged or does not fit the parameters.
+    Args:
+        path: a regular file.
+        what: name of the file in an error.
+        optimizer: whose groups have names, and one learning rate.
+        model: whose parameters it steps.
+
+    Raises:
+        InputError: the file is damaged or does not fit the parameters.
     """
+    mine = optimizer.state_dict()["param_groups"]
+    order = chain(*(group["param_names"] for group in mine))
+    numbers = {name: i for i, name in enumerate(order)}
     with foreign(what, REMEDY):
         _check_zip(path)
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         states, groups = dict(saved["state"]), list(saved["param_groups"])
         rates = [float(group["lr"]) for group in groups]
-        indices = [list(group["params"]) for group in groups]
-    mine = optimizer.state_dict()["param_groups"]
-    if indices != [group["params"] for group in mine]:
+        names = saved_names(groups, mine, model)
+        fits = sorted(names) == sorted(numbers)
+    if not fits:
         raise InputError(f"{what} does not fit: it groups other parameters; {REMEDY}")
     if not all(math.isfinite(rate) and rate >= 0 for rate in rates):
         raise InputError(f"{what} is damaged: the learning rates are {brief(rates)}; {REMEDY}")
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = dict(model.named_parameters())
     copies = {}
     for index, state in states.items():
-        if type(index) is not int or not 0 <= index < len(parameters):
+        if type(index) is not int or not 0 <= index < len(names):
             raise InputError(f"{what} does not fit: no parameter is {brief(index)}; {REMEDY}")
-        copies[index] = _copy(state, parameters[index], f"{what} does not fit: parameter {index}")
-    groups = [group | {"lr": rate} for group, rate in zip(mine, rates, strict=True)]
+        name = names[index]
+        copies[numbers[name]] = _copy(state, parameters[name], f"{what} does not fit: {name}")
+    groups = [group | {"lr": rates[0]} for group in mine]
     return {"state": copies, "param_groups": groups}
+
+
+def saved_names(
+    groups: Sequence[dict[str, Any]], mine: Sequence[dict[str, Any]], model: nn.Module
+) -> list[str]:
+    """Return the names of a saved state's parameters by their numbers; none if they do not fit.
+
+    In files written before the groups had names these are today's groups, or two: matrices, and
+    all other parameters (weights that are never decayed had no group yet).
+
+    Args:
+        groups: param_groups of the saved state.
+        mine: those of the optimizer today.
+        model: whose parameters it steps.
+    """
+    sizes = [len(group["params"]) for group in groups]
+    if [*chain(*(group["params"] for group in groups))] != [*range(sum(sizes))]:
+        return []
+    if all("param_names" in group for group in groups):
+        return [*renamed_weights({name: 0 for group in groups for name in group["param_names"]})]
+    today = [group["param_names"] for group in mine]
+    stepped = [(name, p.dim()) for name, p in model.named_parameters() if name in {*chain(*today)}]
+    older = [
+        [name for name, dim in stepped if dim >= 2], [name for name, dim in stepped if dim < 2],
+    ]  # fmt: skip
+    for layout in (today, older):
+        if [*map(len, layout)] == sizes:
+            return [*chain(*layout)]
+    return []
 
 
 def _check_zip(path: Path) -> None:
@@ -97,13 +142,13 @@ def _copy(state: Any, parameter: Tensor, what: str) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in state.items()}
 
 
-def check_like(tensor: Any, wanted: Tensor, what: str) -> None:
+def check_like(tensor: Any, wanted: Tensor, what: str, remedy: str = REMEDY) -> None:
     """Refuse a value that is not a dense tensor of the shape and dtype of `wanted`."""
     dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided
     if not dense or tensor.device.type == "meta":
-        raise InputError(f"{what} is not a dense tensor; {REMEDY}")
+        raise InputError(f"{what} is not a dense tensor; {remedy}")
     if (tensor.shape, tensor.dtype) != (wanted.shape, wanted.dtype):
         raise InputError(
             f"{what} is {tensor.dtype} {list(tensor.shape)}, not "
-            f"{wanted.dtype} {list(wanted.shape)}; {REMEDY}"
+            f"{wanted.dtype} {list(wanted.shape)}; {remedy}"
         )

@@ -2,6 +2,7 @@
 
 import importlib
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,19 +39,28 @@ def adam_atan2(model: nn.Module, config: TrainConfig) -> AdamATan2:
 
 
 def decay_groups(model: nn.Module, config: TrainConfig) -> list[dict[str, Any]]:
-    """Group parameters by weight decay: matrices, then vectors, then what is never decayed."""
+    """Group parameters by weight decay: matrices, then vectors, then what is never decayed.
+
+    The groups have the parameters' names, by which a checkpoint's moments are given back
+    (`deeploop.runs.tensors`).
+    """
     gains = config.weight_decay if config.decay_gains else 0.0
     kept = {id(p) for module in model.modules() for p in getattr(module, "undecayed", tuple)()}
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    others = [p for p in parameters if id(p) not in kept]
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    others = [(name, p) for name, p in named if id(p) not in kept]
     groups = [
-        {"params": [p for p in others if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in others if p.dim() < 2], "weight_decay": gains},
+        _group([(name, p) for name, p in others if p.dim() >= 2], config.weight_decay),
+        _group([(name, p) for name, p in others if p.dim() < 2], gains),
     ]
-    if len(others) < len(parameters):
-        undecayed = [p for p in parameters if id(p) in kept]
-        groups.append({"params": undecayed, "weight_decay": 0.0})
+    if len(others) < len(named):
+        groups.append(_group([(name, p) for name, p in named if id(p) in kept], 0.0))
     return groups
+
+
+def _group(named: Sequence[tuple[str, Tensor]], weight_decay: float) -> dict[str, Any]:
+    # Names by themselves: of pairs, a group without parameters has none, which torch refuses.
+    parameters, names = [p for _, p in named], [name for name, _ in named]
+    return {"params": parameters, "param_names": names, "weight_decay": weight_decay}
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:

@@ -87,7 +87,8 @@ def start_from(config: Config, ckpt: Checkpoint, model: LoopLM) -> None:
     Raises InputError naming the first weight that either lacks or that has another shape.
     """
     try:
-        checkpoint.load_weights(ckpt, model, model.may_start_fresh)
+        remedy = "give the model fields of that run, as in its config.json"
+        checkpoint.load_weights(ckpt, model, model.may_start_fresh, remedy)
     except InputError as error:
         raise InputError(f"train.init={config.train.init!r}: {error}") from error
 

@@ -14,7 +14,7 @@ from deeploop.config.fields import entries
 from deeploop.data.corpus import Corpus, load_corpus
 from deeploop.data.source import Source
 from deeploop.data.tasks.corpus import open_task
-from deeploop.model.borders import counts_loops, number_fields, reads_input
+from deeploop.model.borders import number_fields, reads_input
 from deeploop.model.memory import check_training
 from deeploop.model.moe.experts import check_strides
 from deeploop.model.residual import residual_rule
@@ -92,11 +92,11 @@ def check_draws(config: Config) -> None:
     A sequence of fewer loops than the others of its batch starts later, so that all end, and get
     their gradients, together. Raises InputError.
     """
-    m, rule = config.model, residual_rule(config.model)
-    if config.train.loop_count_per == "sequence" and counts_loops(m, rule):
+    fields = number_fields(config.model, residual_rule(config.model))
+    if config.train.loop_count_per == "sequence" and fields:
         raise InputError(
             f"train.loop_count_per=sequence: needs loops that do not depend on their number; "
-            f"give batch, or leave out what does ({number_fields(m)})"
+            f"give batch, or change {fields}"
         )
 
 

@@ -100,7 +100,7 @@ class Trainer:
     def restore(self, ckpt: checkpoint.Checkpoint) -> None:
         """Load weights, optimizer state and step of a checkpoint; raises InputError on a misfit."""
         checkpoint.load_weights(ckpt, self.model)
-        checkpoint.load_optimizer(ckpt, self.optimizer)
+        checkpoint.load_optimizer(ckpt, self.optimizer, self.model)
         self.done = ckpt.step
 
     def learn_from(self, parents: Parents) -> None:

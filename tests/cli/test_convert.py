@@ -130,7 +130,7 @@ def test_adapters_may_start_fresh_and_no_other_weight(plain, quiet, tmp_path):
         ({"residual": "deeploop"}, ["lacks the weight sublayers.0.norm_out.weight"]),
     ):
         other = new.replace("model", **model).replace("train", out=str(tmp_path / "other"))
-        refused(lambda other=other: open_run(other, quiet), "train.init=", *words)
+        refused(lambda other=other: open_run(other, quiet), "train.init=", *words, "config.json")
     absent = new.replace("train", init="nowhere", out=str(tmp_path / "other"))
     refused(lambda: open_run(absent, quiet), "train.init=", "nowhere", "no such folder")
     assert not (tmp_path / "other").exists()

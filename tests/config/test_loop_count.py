@@ -120,6 +120,10 @@ def test_combinations_without_a_meaning_are_refused():
         ({"backprop": "segments"}, {"depth": "act"}, "model.depth=act: needs train.backprop=full"),
         ({"loop_count_per": "sequence", "loss": "each"}, {}, "loop_count_per=sequence"),
         ({"loop_count_per": "sequence", "backprop": "segments"}, {}, "loop_count_per=sequence"),
+        # After n + k loops a sequence that starts later may not have run at all.
+        ({"loop_count_per": "sequence", "backprop": "progressive"}, {}, "loop_count_per=sequence"),
+        # A sequence that has not started must not add up halting probabilities.
+        ({"loop_count_per": "sequence"}, {"depth": "act"}, "model.depth=act ends each token"),
         ({"backprop": "last", "backprop_loops": 9}, {}, "must not exceed model.loops"),
     ]
     for train, model, message in cases:

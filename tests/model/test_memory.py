@@ -9,8 +9,10 @@ from deeploop.analyze.plan.hardware import DEVICES
 from deeploop.analyze.plan.planner import Target, count, count_parameters
 from deeploop.analyze.plan.roofline import MEASURED
 from deeploop.analyze.profile.profile import Steps, open_profile
+from deeploop.config import ModelConfig
 from deeploop.config.presets import preset
 from deeploop.model import memory
+from deeploop.model.looplm import LoopLM
 from deeploop.model.memory import check_diagnosis, least_training_bytes, parameters
 from deeploop.train.setup import open_run
 from deeploop.utils.distributed import Ranks
@@ -63,6 +65,19 @@ def test_a_step_takes_more_than_the_bound_and_less_than_three_times_it(run):
         assert counted.peak / 3 < bound < counted.peak
     assert parameters(config.model) == pytest.approx(count_parameters(config.model), rel=0.01)
     assert parameters(config.model) <= count_parameters(config.model)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"inject": "adapter"}, {"inject": "contractive", "readout_map": True},
+        {"inject": "add", "loop_signal": "add"}, {"loop_signal": "modulate", "n_layers": 2},
+    ],
+)  # fmt: skip
+def test_the_matrices_between_the_loops_are_counted(fields):
+    model = ModelConfig(**SMALL | {"residual": "pre_norm", "loops": 2} | fields)
+    vectors = sum(p.numel() for p in LoopLM(model).parameters() if p.dim() == 1)
+    assert parameters(model) == count_parameters(model) - vectors
 
 
 @pytest.mark.parametrize("run", ["one step", "loom, segments"])

@@ -26,7 +26,7 @@ def test_round_trip(tmp_path):
     assert (ckpt.step, ckpt.config, ckpt.run) == (7, config, tmp_path)
     _, other, fresh = trained_once()
     checkpoint.load_weights(ckpt, other)
-    checkpoint.load_optimizer(ckpt, fresh)
+    checkpoint.load_optimizer(ckpt, fresh, other)
     for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True):
         assert torch.equal(a, b)
     for a, b in zip(optimizer.state.values(), fresh.state.values(), strict=True):
@@ -104,14 +104,14 @@ def test_torn_files_are_refused(tmp_path, name, keep):
     ckpt = checkpoint.find(str(tmp_path))
     with pytest.raises(InputError, match=f"{name} is damaged.*another checkpoint"):
         checkpoint.load_weights(ckpt, model)
-        checkpoint.load_optimizer(ckpt, optimizer)
+        checkpoint.load_optimizer(ckpt, optimizer, model)
 
 
 def test_decay_and_betas_are_the_optimizers_own(tmp_path):
     config, model, optimizer = trained_once()
     checkpoint.save(tmp_path, 1, config, model, optimizer)
     other = adamw(model, TrainConfig(weight_decay=0.3, beta2=0.5, lr=7.0))
-    checkpoint.load_optimizer(checkpoint.find(str(tmp_path)), other)
+    checkpoint.load_optimizer(checkpoint.find(str(tmp_path)), other, model)
     assert [g["weight_decay"] for g in other.param_groups] == [0.3, 0.0]
     assert [g["betas"] for g in other.param_groups] == [(0.9, 0.5)] * 2
     assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
@@ -149,7 +149,7 @@ def test_bytes_changed_in_the_middle_are_noticed(tmp_path, name):
     ckpt = checkpoint.find(str(tmp_path))
     with pytest.raises(InputError, match=f"{name} is damaged"):
         checkpoint.load_weights(ckpt, model)
-        checkpoint.load_optimizer(ckpt, optimizer)
+        checkpoint.load_optimizer(ckpt, optimizer, model)
 
 
 def test_other_folders_beside_checkpoints_are_ignored(tmp_path):
@@ -215,7 +215,7 @@ def test_only_regular_files_are_opened(tmp_path, name, kind):
     def load():
         ckpt = checkpoint.find(str(tmp_path))
         checkpoint.load_weights(ckpt, model)
-        checkpoint.load_optimizer(ckpt, optimizer)
+        checkpoint.load_optimizer(ckpt, optimizer, model)
 
     refused(load, name, "not a regular file")
 
@@ -282,4 +282,4 @@ def test_a_checkpoint_of_a_version_without_checksums_of_all_files_loads(tmp_path
     ckpt = checkpoint.find(str(tmp_path))
     assert "state.json" not in json.loads((path / "state.json").read_text())["sha256"]
     checkpoint.load_weights(ckpt, model)
-    checkpoint.load_optimizer(ckpt, optimizer)
+    checkpoint.load_optimizer(ckpt, optimizer, model)

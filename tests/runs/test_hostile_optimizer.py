@@ -50,6 +50,30 @@ def other_order(saved):
 
 
 @hostile
+def other_names(saved):
+    saved["param_groups"][0]["param_names"][0] = "x"
+
+
+@hostile
+def names_that_are_lists(saved):
+    saved["param_groups"][0]["param_names"] = [[]]
+
+
+@hostile
+def a_name_twice(saved):
+    group = saved["param_groups"][0]
+    group["param_names"] = [group["param_names"][0]] * len(group["param_names"])
+
+
+@hostile
+def names_missing_of_other_sizes(saved):
+    for group in saved["param_groups"]:
+        del group["param_names"]
+    saved["param_groups"][0]["params"].pop()
+    saved["param_groups"][1]["params"] = [i - 1 for i in saved["param_groups"][1]["params"]]
+
+
+@hostile
 def rate_of_text(saved):
     saved["param_groups"][0]["lr"] = "x"
 
@@ -109,7 +133,7 @@ def test_a_hostile_optimizer_state_is_one_sentence(tmp_path, change):
     sign(path)
     before = [v.clone() for s in optimizer.state.values() for v in s.values()]
     ckpt = checkpoint.find(str(tmp_path))
-    refused(lambda: checkpoint.load_optimizer(ckpt, optimizer), path, "optimizer.pt")
+    refused(lambda: checkpoint.load_optimizer(ckpt, optimizer, model), path, "optimizer.pt")
     after = [v for s in optimizer.state.values() for v in s.values()]
     assert all(map(torch.equal, before, after))
 
@@ -121,4 +145,4 @@ def test_an_archive_that_unpacks_to_more_than_it_has_is_not_unpacked(tmp_path):
         archive.writestr("optimizer/data.pkl", bytes(10**7))
     sign(path)
     ckpt = checkpoint.find(str(tmp_path))
-    refused(lambda: checkpoint.load_optimizer(ckpt, optimizer), "unpacks to more bytes")
+    refused(lambda: checkpoint.load_optimizer(ckpt, optimizer, model), "unpacks to more bytes")

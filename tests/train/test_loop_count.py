@@ -116,8 +116,11 @@ def test_a_sequence_with_its_own_loops_is_that_sequence_alone(last):
 )
 def test_loops_that_depend_on_their_number_refuse_a_draw_for_each_sequence(numbered, config, quiet):
     config = config.replace("model", **numbered).replace("train", **EACH)
-    with pytest.raises(InputError, match=r"train\.loop_count_per=sequence"):
+    (field, value), *_ = numbered.items()
+    with pytest.raises(InputError, match=r"train\.loop_count_per=sequence") as error:
         open_run(config, quiet)
+    assert f"change model.{field}={value}" in str(error.value)
+    assert str(error.value).count("model.") == 1 + ("model.start" in str(error.value))
 
 
 def test_no_number_of_loops_compiles_again():

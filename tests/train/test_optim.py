@@ -103,6 +103,13 @@ def test_parcaes_recurrence_and_readout_never_decay(decay_gains):
     assert sum(len(g["params"]) for g in groups) == len(names)
 
 
+def test_groups_have_names_even_without_parameters():
+    """A checkpoint gives moments back by name; a model without gains has none in the second."""
+    model = torch.nn.Linear(4, 4, bias=False)
+    groups = adamw(model, TrainConfig()).param_groups
+    assert [g["param_names"] for g in groups] == [["weight"], []]
+
+
 def test_clip_returns_the_norm_before_and_bounds_it_after():
     layer = torch.nn.Linear(3, 3)
     layer.weight.grad = torch.full((3, 3), 2.0)

@@ -150,7 +150,7 @@ def states(
         optimizer = make_optimizer(model, config.train)
         if ckpt is not None:
             checkpoint.load_weights(ckpt, model)
-            checkpoint.load_optimizer(ckpt, optimizer)
+            checkpoint.load_optimizer(ckpt, optimizer, model)
         yield 0 if ckpt is None else ckpt.step, model, optimizer
 
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from deeploop.config import ModelConfig
-from deeploop.model.borders import counts_loops, number_fields, reads_input
+from deeploop.model.borders import number_fields, reads_input
 from deeploop.model.depth.base import Depth, OnLoop, RunLoop
 from deeploop.model.depth.solvers import Solution, anderson, plain, relative_residual
 from deeploop.model.residual import residual_rule
@@ -54,10 +54,10 @@ class FixedPoint(Depth):
                 f"model.depth={config.depth}: needs model.inject, or its fixed point would not "
                 "depend on the tokens"
             )
-        if counts_loops(config, rule):
+        if fields := number_fields(config, rule):
             raise InputError(
                 f"model.depth={config.depth}: needs loops that do not depend on their number; "
-                f"leave out what does ({number_fields(config)})"
+                f"change {fields}"
             )
 
     def run(

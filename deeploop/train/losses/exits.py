@@ -2,11 +2,15 @@
 
     expected   sum over t of p_t L_t - beta H(p)             Ouro, stage I: a uniform prior
     ponder     sum over t of p_t L_t + beta KL(p || prior)   PonderNet: a geometric prior
-    gate       the gate alone, the rest frozen: each token's 1 - lambda_t is fitted to
-               sigmoid(50 (I_t - .005)), I_t = max(0, L_{t-1} - L_t)      Ouro, stage II
+    gate       the gate alone, the rest frozen: each token's 1 - lambda_{t-1}, of going on to
+               loop t, is fitted to sigmoid(50 (I_t - .005)), I_t = max(0, L_{t-1} - L_t), for
+               t = 2..R; the sum over t is divided by R                   Ouro, stage II
 
 L_t is a token's cross-entropy after loop t, H the entropy. The prior of ponder is
 lambda (1 - lambda)^(t-1) over the loops that are run, divided by its sum.
+
+Different here: Ouro writes 1 - lambda_t for the gain I_t of loop t itself. Then the first loop's
+gate would never be trained, and the last loop's, which nothing reads, would.
 
 Sources: Ouro, arXiv 2510.25741; PonderNet, arXiv 2107.05407 (beta .01, lambda .2; a widely copied
 implementation takes KL(prior || p) and leaves the truncated prior's sum below 1).
