@@ -74,21 +74,14 @@ def evaluate(
             raise InputError(f"{name}={value}: must lie between 0 and {MAX_INT}")
     ckpt, torch_device = checkpoint.find(run), pick_device(device, "device")
     m, t = ckpt.config.model, ckpt.config.train
-    if MODELS[m.kind].puzzles:
-        for name, option in (("loops", loops), ("difficulty", difficulty), ("starts", starts)):
-            if option:
-                raise InputError(
-                    f"{name}={option}: a reasoner is measured by segments; leave it out"
-                )
-        path = output_path(ckpt, out)
-        with output_folder(path.parent, unique=False):
-            return evaluate_reasoner(
-                ckpt, console, path, tokens=t.eval_tokens if tokens is None else tokens,
-                batch_size=batch_size or t.micro_batch or t.batch_size, data=data, device=device,
-            )  # fmt: skip
-    listed = listed_loops(loops, "loops") if loops else default_loops(m.loops)
-    batch_size = batch_size or t.micro_batch or t.batch_size
     tokens = t.eval_tokens if tokens is None else tokens
+    batch_size = batch_size or t.micro_batch or t.batch_size
+    if MODELS[m.kind].puzzles:
+        of_loops = {"loops": loops, "difficulty": difficulty, "starts": starts}
+        check_no_loops(of_loops)
+        with output_folder((path := output_path(ckpt, out)).parent, unique=False):
+            return evaluate_reasoner(ckpt, console, path, tokens, batch_size, data, device)
+    listed = listed_loops(loops, "loops") if loops else default_loops(m.loops)
     check_evaluation(m, torch_device, batch_size, max(listed))
     config, corpus = open_corpus(ckpt, data, difficulty, torch_device)
     path = output_path(ckpt, out)
@@ -106,6 +99,13 @@ def evaluate(
         write_results(path, figures)
     say(console, f"wrote    {path}.json and {path.name}.png")
     return figures
+
+
+def check_no_loops(options: dict[str, Any]) -> None:
+    """Refuse options that are about loops or tasks, for a reasoner; raises InputError."""
+    for name, value in options.items():
+        if value:
+            raise InputError(f"{name}={value}: a reasoner is measured by segments; leave it out")
 
 
 def default_loops(trained: int) -> list[int]:

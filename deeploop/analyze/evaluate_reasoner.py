@@ -32,7 +32,6 @@ def evaluate_reasoner(
     ckpt: checkpoint.Checkpoint,
     console: Console,
     path: Path,
-    *,
     tokens: int,
     batch_size: int,
     data: str,

@@ -26,7 +26,7 @@ class ResidualChoice(NamedTuple):
     rule: str  # "module:Class", a subclass of deeploop.model.residual.base.Residual
     exponent: float | None = None  # default p of alpha = (2N)^p, beta = (8N)^-p; None: both are 1
     section: str | None = None  # the section of ModelConfig that only this rule reads
-    reasons: bool = False  # whether the modules of a reasoner can have it
+    for_reasoners: bool = False  # whether the modules of a reasoner can have it
 
 
 class ModelChoice(NamedTuple):
@@ -47,7 +47,7 @@ RESIDUALS = {
     "pre_norm": ResidualChoice("deeploop.model.residual.pre_norm:PreNorm"),
     "post_norm": ResidualChoice("deeploop.model.residual.post_norm:PostNorm"),
     "plain_post_norm": ResidualChoice(
-        "deeploop.model.residual.plain_post_norm:PlainPostNorm", reasons=True
+        "deeploop.model.residual.plain_post_norm:PlainPostNorm", for_reasoners=True
     ),
     "peri_norm": ResidualChoice("deeploop.model.residual.peri_norm:PeriNorm"),
     "deepnorm": ResidualChoice(
@@ -220,8 +220,8 @@ class ModelConfig:
         check_capacities(self)
         reasons = self.reasoner.cycles_high > 0
         if reasons:
-            rules = [name for name, choice in RESIDUALS.items() if choice.reasons]
-            check_reasoner(self, ModelConfig, rules)
+            rules = [name for name, choice in RESIDUALS.items() if choice.for_reasoners]
+            check_reasoner(self, rules)
         if self.d_model % self.n_heads or (self.d_model // self.n_heads) % 2:
             raise InputError(
                 f"model.n_heads={self.n_heads}: must divide model.d_model={self.d_model} "

@@ -11,7 +11,7 @@ arXiv 2607.13491, section 4.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from deeploop.config import scaling
 from deeploop.config.fields import NOT_NEGATIVE, POSITIVE, SHARE, check_fields, flag
@@ -134,18 +134,17 @@ def module_scales(m: "ModelConfig") -> tuple[Scales, Scales]:
     return high, low
 
 
-def check_reasoner(m: "ModelConfig", default: "ModelConfig | Any", rules: list[str]) -> None:
+def check_reasoner(m: "ModelConfig", rules: list[str]) -> None:
     """Refuse what a reasoner does not have; raises InputError naming the field.
 
     Args:
         m: of a model with `reasoner.cycles_high` above 0.
-        default: the class, whose attributes are the fields' defaults.
         rules: the values of `residual` that a reasoner can have.
     """
     reason = f"a reasoner (model.reasoner.cycles_high={m.reasoner.cycles_high})"
     for name in WITHOUT:
         value = getattr(m, name)
-        if value != getattr(default, name):
+        if value != getattr(type(m), name):  # a class attribute is the field's default
             raise InputError(f"model.{name}={value}: {reason} has none; leave model.{name} out")
     if m.moe.experts:
         raise InputError(

@@ -149,17 +149,6 @@ class TrainConfig:
             choices=OPTIMIZERS,
         ),
     ] = "adamw"
-    average: Annotated[
-        float,
-        flag("decay of a moving average of the weights, which is validated; 0: none"),
-        FRACTION,
-    ] = 0.0
-    puzzle_lr: Annotated[
-        float, flag("peak learning rate of puzzle embeddings"), POSITIVE, MAY_CHANGE
-    ] = 1e-2
-    puzzle_decay: Annotated[
-        float, flag("weight decay of puzzle embeddings"), NOT_NEGATIVE, MAY_CHANGE
-    ] = 0.1
     schedule: Annotated[
         Literal["wsd", "cosine", "constant"],
         flag("wsd: warm up, stay, decay; cosine: warm up, cosine decay; constant: warm up, stay"),
@@ -178,6 +167,15 @@ class TrainConfig:
     decay_gains: Annotated[bool, flag("weight decay on norm gains, too")] = False
     beta1: Annotated[float, flag("decay of the first moment"), FRACTION, MAY_CHANGE] = 0.9
     beta2: Annotated[float, flag("decay of the second moment"), FRACTION, MAY_CHANGE] = 0.95
+    ema: Annotated[
+        float, flag("decay of the average of weights that evaluation takes; 0: none"), FRACTION
+    ] = 0.0
+    puzzle_lr: Annotated[
+        float, flag("step of the sign descent on puzzles' vectors"), POSITIVE, MAY_CHANGE
+    ] = 1e-2
+    puzzle_decay: Annotated[
+        float, flag("weight decay on the vectors of a batch's puzzles"), NOT_NEGATIVE, MAY_CHANGE
+    ] = 0.1
     clip: Annotated[
         float,
         flag("gradients are scaled down to this global norm; 0: no clipping"),

@@ -63,13 +63,9 @@ class Call(NamedTuple):
     """What a call of a module reads beside its two arguments."""
 
     context: AttentionContext
-    number: int = 0  # of the module's calls in its role, counted from 0: `Visit.loop`
-    on_visit: OnVisit | None = None
-    sublayers: Sequence[Sublayer] | None = None  # others in the place of the module's
-
-    def of(self, number: int, sublayers: Sequence[Sublayer] | None) -> Call:
-        """Return another call of the segment."""
-        return self._replace(number=number, sublayers=sublayers)
+    number: int  # of the calls in this role, counted from 0: `Visit.loop`
+    on_visit: OnVisit | None
+    sublayers: Sequence[Sublayer] | None  # others in the place of the module's
 
 
 class ReasonerModule(nn.Module):
@@ -102,9 +98,7 @@ class ReasonerModule(nn.Module):
 class Reasoner(nn.Module):
     """Embedding, the modules L and H, their start states, head and Q head.
 
-    `forward` runs one segment. It returns states, not logits; `logits` applies the head. Under
-    autocast its weight cache must be off (`deeploop.utils.device.autocast`): copies cached in the
-    calls without gradient would be used again in those with it.
+    `forward` runs one segment. It returns states, not logits; `logits` applies the head.
     """
 
     start_high: Tensor
@@ -187,14 +181,18 @@ class Reasoner(nn.Module):
         """
         e = self.embed(tokens, puzzles)
         L, H, (z_H, z_L), r = self.low, self.high, carry, self.config.reasoner
-        call = Call(self.context(e), on_visit=on_visit)
+        context = self.context(e)
+
+        def call(cycle: int, step: int = -1) -> Call:
+            number = cycle if step == -1 else cycle * r.cycles_low + step
+            return Call(context, number, on_visit, by_call.get((cycle, step)))
+
         for cycle in range(r.cycles_high):
             for step in range(r.cycles_low):
                 with self.gradient(cycle, step):
-                    number = cycle * r.cycles_low + step
-                    z_L = L(z_L, z_H + e, call.of(number, by_call.get((cycle, step))))
+                    z_L = L(z_L, z_H + e, call(cycle, step))
             with self.gradient(cycle):
-                z_H = H(z_H, z_L, call.of(cycle, by_call.get((cycle, -1))))
+                z_H = H(z_H, z_L, call(cycle))
         return Segment(Carry(z_H.detach(), z_L.detach()), z_H[:, r.puzzle_tokens :], self.q(z_H))
 
     def gradient(self, cycle: int, step: int = -1) -> AbstractContextManager:

@@ -51,9 +51,13 @@ class AdamATan2(torch.optim.Optimizer):
     ) -> None:
         grads, takes = [p.grad for p in params if p.grad is not None], self._takes(params)
         m, v, steps = self._moments(params)
-        torch._foreach_add_(steps, takes)
+
+        def scale_(tensors: list[Tensor], factor: Tensor) -> None:
+            torch._foreach_mul_(tensors, factor.to(tensors[0].dtype))
+
+        torch._foreach_add_(steps, [takes] * len(steps))  # one scalar tensor would be read back
         for decay, moment in zip(betas, (m, v), strict=True):
-            torch._foreach_mul_(moment, 1 - takes * (1 - decay))
+            scale_(moment, 1 - takes * (1 - decay))
         torch._foreach_add_(m, grads, alpha=1 - betas[0])
         torch._foreach_addcmul_(v, grads, grads, value=1 - betas[1])
         # A skipped first step leaves t = 0, and its update is multiplied by 0.
@@ -63,16 +67,16 @@ class AdamATan2(torch.optim.Optimizer):
         torch._foreach_div_(update, list(second.sqrt().unbind()))
         for exp_avg, angle in zip(m, update, strict=True):
             torch.atan2(exp_avg, angle, out=angle)
-        torch._foreach_mul_(update, list((lr / first).unbind()))
-        torch._foreach_mul_(update, takes)
-        torch._foreach_mul_(params, 1 - lr * weight_decay * takes)
+        torch._foreach_mul_(update, list((takes * lr / first).unbind()))
+        scale_(params, 1 - lr * weight_decay * takes)
         torch._foreach_sub_(params, update)
 
-    def _takes(self, params: list[Tensor]) -> "Tensor | float":
-        """Return 1, or on the device 0 where the step is skipped; its gradients are then 0."""
+    def _takes(self, params: list[Tensor]) -> Tensor:
+        """Return 1, or 0 where the step is skipped: a float64 scalar; its gradients are then 0."""
+        device = params[0].device
         if self.found_inf is None:
-            return 1.0
-        skip = self.found_inf.to(params[0].device) != 0
+            return torch.ones((), dtype=torch.float64, device=device)
+        skip = self.found_inf.to(device) != 0
         for p in params:
             assert p.grad is not None
             p.grad.masked_fill_(skip, 0.0)

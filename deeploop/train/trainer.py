@@ -79,7 +79,7 @@ class Trainer(ABC):
         self.nonfinite = torch.zeros((), dtype=torch.bool, device=self.device)
         self.speed = Throughput(config.train.batch_size * config.model.seq_len)
         self.make()
-        decay = config.train.average
+        decay = config.train.ema
         self.average = WeightAverage(self.model, decay) if decay else None
 
     # Of a kind of model
@@ -368,5 +368,5 @@ def due(step: int, every: int, last: int) -> bool:
 
 def load_average(ckpt: checkpoint.Checkpoint, model: nn.Module) -> None:
     """Give a model the average of its run's weights, where the run has one."""
-    if ckpt.config.train.average:
+    if ckpt.config.train.ema:
         checkpoint.load_averages(ckpt, model, AVERAGE)

@@ -90,14 +90,16 @@ def test_impossible_values_are_refused(name, value):
 
 def test_a_file_without_the_section_is_a_loop():
     raw = json.loads(Config().to_json())
-    del raw["model"]["reasoner"], raw["train"]["optimizer"]
+    del raw["model"]["reasoner"]
+    for name in ("optimizer", "ema", "puzzle_lr", "puzzle_decay"):
+        del raw["train"][name]
     assert Config.from_json(json.dumps(raw)) == Config()
     assert Config().model.reasoner.cycles_high == 0
 
 
 def test_presets_have_the_papers_values():
     named = {config.preset: config for config in reasoner_presets()}
-    assert len(named) == 10
+    assert len(named) == 11
     for config in named.values():
         assert Config.from_json(config.to_json()) == config
     hrm, trm = named["hrm-sudoku"], named["trm-sudoku"]
@@ -110,6 +112,8 @@ def test_presets_have_the_papers_values():
         3, 6, layers_low=2, shared=True, gradient="last_cycle", mixer="mlp", mixer_width=512,
         positions=False, puzzle_tokens=16, halting="halt",
     )  # fmt: skip
+    assert (trm.train.ema, trm.train.puzzle_lr) == (0.999, 1e-4)
+    assert (named["hrm-arc"].train.ema, named["hrm-arc"].train.puzzle_lr) == (0, 1e-2)
     assert named["trm-arc"].model.reasoner.cycles_low == 4
     for name, visits in (("hrm-arc-deeploop", 24), ("hrm-arc-deeploop-counted", 16)):
         config = named[name]

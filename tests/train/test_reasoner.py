@@ -32,7 +32,7 @@ def boards(tmp_path_factory):
 @pytest.fixture
 def make(boards, tmp_path):
     def make(kind="hrm", name="run", **train):
-        fields = {"steps": 6, "batch_size": 6, "average": 0.9} | train
+        fields = {"steps": 6, "batch_size": 6, "ema": 0.9} | train
         return Config(
             preset="test",
             model=ModelConfig(
@@ -112,7 +112,7 @@ def test_a_row_that_goes_on_starts_from_its_state_and_one_that_halted_from_the_s
 def test_micro_batches_make_the_same_step(kind, make, quiet):
     states = []
     for name, micro in (("one", 0), ("three", 2)):
-        trainer = open_run(make(kind, name, micro_batch=micro, average=0.0), quiet)
+        trainer = open_run(make(kind, name, micro_batch=micro, ema=0.0), quiet)
         trainer.model.double()
         trainer.rows = trainer.rows._replace(carry=trainer.model.start(6))
         for _ in range(3):

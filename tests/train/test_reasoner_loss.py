@@ -1,12 +1,16 @@
-"""Stablemax, the loss of a segment, the Q head's target, and when sequences end."""
+"""Stablemax, the loss of a segment, the Q head's target, when sequences end; a whole step."""
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
-from deeploop.config import ReasonerConfig
+from deeploop.config import ReasonerConfig, TrainConfig
+from deeploop.model.reasoner import Reasoner
 from deeploop.train.halting import halted, least_segments
 from deeploop.train.losses.reasoner import continue_target, segment_loss, stablemax_cross_entropy
-from tests.helpers.plain_reasoner import plain_stablemax
+from deeploop.train.optim import clip_gradients, make_optimizer, step_if_finite
+from deeploop.train.weight_average import WeightAverage
+from tests.helpers.plain_reasoner import plain_stablemax, small
 
 
 def test_stablemax_is_its_definition_and_float64():
@@ -86,3 +90,49 @@ def test_exploration_is_a_pure_function_of_seed_and_example():
     assert (least_segments(3, examples, ReasonerConfig(exploration=0.0)) == 1).all()
     one = ReasonerConfig(segments=1, exploration=1.0)
     assert (least_segments(3, examples[:9], one) == 1).all()
+
+
+TRAIN = TrainConfig(optimizer="adam_atan2", lr=3e-2, weight_decay=0.1)
+
+
+def take_steps(steps, tokens, puzzles, targets):
+    """Segments of the same sequences, a step of all optimizers after each; returns the losses."""
+    model, batch, losses = Reasoner(small()), len(tokens), []
+    optimizer, average, r = (
+        make_optimizer(model, TRAIN),
+        WeightAverage(model, 0.9),
+        small().reasoner,
+    )
+    least = least_segments(0, torch.arange(batch), r)
+    carry, segment = model.start(batch), torch.zeros(batch, dtype=torch.int64)
+    for _ in range(steps):
+        segment = segment + 1
+        made = model(tokens, puzzles, carry)
+        with torch.no_grad():
+            after = model(tokens, puzzles, made.carry)
+        target = continue_target(after.q, segment >= r.segments)
+        loss = segment_loss(model.logits(made.n), made.q, targets, batch, target)
+        loss.total.backward()
+        norm = clip_gradients(model, 0.0)
+        step_if_finite(optimizer, norm, TRAIN.lr)
+        model.puzzles.step(1e-2, 0.1, skip=~torch.isfinite(norm))
+        optimizer.zero_grad()
+        average.update()
+        ends = halted(made.q.detach(), segment, least, r, training=True)
+        carry, segment = model.reset(made.carry, ends), torch.where(ends, 0, segment)
+        losses.append(loss.total.detach())
+    return losses
+
+
+def test_steps_read_nothing_back_from_the_device():
+    """A fake tensor has no value to read: the host would have to wait for a GPU there."""
+    with FakeTensorMode():
+        tokens, targets = torch.zeros(2, 3, 5, dtype=torch.int64)
+        take_steps(2, tokens, torch.zeros(3, dtype=torch.int64), targets)
+
+
+def test_steps_lower_the_loss():
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 7, (4, 5))
+    losses = take_steps(60, tokens, torch.arange(4), tokens)
+    assert losses[-1] < 0.5 * losses[0]

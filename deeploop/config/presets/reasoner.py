@@ -11,8 +11,11 @@ CELLS = {"sudoku": (81, 11), "maze": (900, 6), "arc": (900, 12)}  # of a puzzle,
 def reasoner_presets() -> list[Config]:
     """List reasoners of sizes for a CPU, which are ours, and those of the papers' code.
 
-    The papers' data are built or downloaded by the user: give their folder as --data.puzzles. Steps
-    are epochs x examples / batch, of ARC a guess.
+    Of the papers and their code: widths, blocks, cycles, which calls have gradients, halting, the
+    puzzles' positions, AdamATan2 with its learning rate, decay, betas, batch and warm-up, the
+    constant schedule, the average of TRM's weights. The steps are epochs x examples / batch, those
+    of ARC a guess. Their data are built by `deeploop data`, or downloaded: give the folder as
+    --data.puzzles. Of the tiny models only the rules are the papers'.
     """
     return [*tiny_presets(), *hrm_presets(), *trm_presets()]
 
@@ -26,13 +29,15 @@ def tiny_presets() -> list[Config]:
     )  # fmt: skip
     attention = dataclasses.replace(trm, mixer="attention", positions=True, cycles_low=4)
     return [
-        tiny("hrm-sudoku-tiny", "sudoku-4x4", 16, 6, hrm, lr=2e-3),
-        tiny("trm-sudoku-tiny", "sudoku-4x4", 16, 6, trm, lr=2e-3),
-        tiny("trm-maze-tiny", "maze-9x9", 81, 6, attention, lr=1e-3),
+        tiny("hrm-sudoku-tiny", "sudoku-4x4", 16, 6, hrm, 4e-3, 2000),
+        tiny("trm-sudoku-tiny", "sudoku-4x4", 16, 6, trm, 2e-3, 700),
+        tiny("trm-maze-tiny", "maze-9x9", 81, 6, attention, 1e-3, 700),
     ]
 
 
-def tiny(name: str, data: str, cells: int, vocab: int, r: ReasonerConfig, lr: float) -> Config:
+def tiny(
+    name: str, data: str, cells: int, vocab: int, r: ReasonerConfig, lr: float, steps: int
+) -> Config:
     """Make a preset of two blocks a module on generated puzzles."""
     return Config(
         preset=name,
@@ -41,9 +46,9 @@ def tiny(name: str, data: str, cells: int, vocab: int, r: ReasonerConfig, lr: fl
         ),
         data=DataConfig(puzzles=data),
         train=TrainConfig(
-            steps=800, batch_size=64, lr=lr, weight_decay=0.1, optimizer="adam_atan2", average=0.99,
-            warmup=0.05, schedule="constant", clip=0.0, decay_gains=True, precision="fp32", eval_every=200,
-            save_every=200, eval_tokens=500 * cells,
+            steps=steps, batch_size=64, lr=lr, optimizer="adam_atan2", schedule="constant",
+            warmup=0.05, weight_decay=0.1, decay_gains=True, clip=0.0, ema=0.99, precision="fp32",
+            eval_every=200, save_every=200, eval_tokens=500 * cells,
         ),
     )  # fmt: skip
 
@@ -53,7 +58,7 @@ def model(r: ReasonerConfig, **fields: Any) -> ModelConfig:
     return ModelConfig(residual="plain_post_norm", norm_eps=1e-5, reasoner=r, **fields)
 
 
-def large(name: str, r: ReasonerConfig, steps: int, average: float = 0.0) -> Config:
+def large(name: str, r: ReasonerConfig, steps: int, ema: float = 0.0) -> Config:
     """Make a preset of the papers' width on a folder of data called by the puzzle's name."""
     kind = name.split("-")[1]
     (cells, vocab), arc = CELLS[kind], kind == "arc"
@@ -64,10 +69,10 @@ def large(name: str, r: ReasonerConfig, steps: int, average: float = 0.0) -> Con
         ),
         data=DataConfig(puzzles=f"{kind}/"),
         train=TrainConfig(
-            steps=steps, batch_size=768, lr=1e-4, optimizer="adam_atan2", average=average,
+            steps=steps, batch_size=768, lr=1e-4, optimizer="adam_atan2", ema=ema,
             weight_decay=0.1 if arc else 1.0, puzzle_lr=1e-2 if arc else 1e-4,
-            puzzle_decay=0.1 if arc else 1.0, warmup=2000 / steps, schedule="constant", clip=0.0, decay_gains=True,
-            eval_every=steps // 20, save_every=steps // 20,
+            puzzle_decay=0.1 if arc else 1.0, warmup=2000 / steps, schedule="constant", clip=0.0,
+            decay_gains=True, eval_every=1000, save_every=1000,
         ),
     )  # fmt: skip
 

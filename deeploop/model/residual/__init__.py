@@ -15,7 +15,7 @@ def residual_rule(config: ModelConfig, *scales: Scales) -> Residual:
 
     Args:
         config: of the model.
-        scales: those of one module, of a rule for reasoners (`ResidualChoice.reasons`).
+        scales: those of one module, of a rule for reasoners (`ResidualChoice.for_reasoners`).
     """
     module, _, name = RESIDUALS[config.residual].rule.partition(":")
     return getattr(importlib.import_module(module), name)(config, *scales)
