@@ -76,15 +76,13 @@ def evaluate(
     m, t = ckpt.config.model, ckpt.config.train
     tokens = t.eval_tokens if tokens is None else tokens
     batch_size = batch_size or t.micro_batch or t.batch_size
+    path = output_path(ckpt, out)
     if MODELS[m.kind].puzzles:
-        of_loops = {"loops": loops, "difficulty": difficulty, "starts": starts}
-        check_no_loops(of_loops)
-        with output_folder((path := output_path(ckpt, out)).parent, unique=False):
-            return evaluate_reasoner(ckpt, console, path, tokens, batch_size, data, device)
+        check_no_loops(loops=loops, difficulty=difficulty, starts=starts)
+        return evaluate_reasoner(ckpt, console, path, tokens, batch_size, data, device)
     listed = listed_loops(loops, "loops") if loops else default_loops(m.loops)
     check_evaluation(m, torch_device, batch_size, max(listed))
     config, corpus = open_corpus(ckpt, data, difficulty, torch_device)
-    path = output_path(ckpt, out)
     with output_folder(path.parent, unique=False):
         model = load_model(ckpt, torch_device)
         for line in describe(ckpt, corpus, tokens, max(listed), torch_device):
@@ -96,12 +94,11 @@ def evaluate(
             figures["starts"] = {"starts": starts, **compared}
         figures |= measure_by_loop(model, corpus, max(listed), *given)
         show(figures, console)
-        write_results(path, figures)
-    say(console, f"wrote    {path}.json and {path.name}.png")
+        write_results(path, figures, console)
     return figures
 
 
-def check_no_loops(options: dict[str, Any]) -> None:
+def check_no_loops(**options: Any) -> None:
     """Refuse options that are about loops or tasks, for a reasoner; raises InputError."""
     for name, value in options.items():
         if value:
@@ -254,9 +251,10 @@ def written(value: float, form: str) -> str:
     return format(value, form) if math.isfinite(value) else "-"
 
 
-def write_results(path: Path, figures: dict[str, Any]) -> None:
-    """Write PATH.json and PATH.png."""
+def write_results(path: Path, figures: dict[str, Any], console: Console) -> None:
+    """Write PATH.json and PATH.png, and say so."""
     write_json(path.with_name(f"{path.name}.json"), figures)
     from deeploop.analyze import plots  # matplotlib is slow to import
 
     plots.by_loop(figures, path.with_name(f"{path.name}.png"))
+    say(console, f"wrote    {path}.json and {path.name}.png")

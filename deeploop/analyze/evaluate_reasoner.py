@@ -12,9 +12,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from deeploop.analyze.diagnose.diagnose import output_folder
 from deeploop.config import Config
 from deeploop.data.puzzles.puzzle_set import Examples
-from deeploop.data.puzzles.source import open_source
+from deeploop.data.puzzles.source import PuzzleSource, open_source
 from deeploop.eval.boards import answer, by_segment
 from deeploop.eval.validate import held_out_targets
 from deeploop.model.reasoner import Reasoner
@@ -56,7 +57,27 @@ def evaluate_reasoner(
     corpus = open_source(data or config.data.puzzles)
     if not data:
         check_same_corpus(corpus, ckpt)
-    model = load_reasoner(ckpt, torch_device)
+    with output_folder(path.parent, unique=False):
+        figures = measure(ckpt, config, corpus, console, torch_device, tokens, batch_size)
+        write_json(path.with_name(f"{path.name}.json"), figures)
+        from deeploop.analyze import plots  # matplotlib is slow to import
+
+        plots.by_segment(figures, path.with_name(f"{path.name}.png"))
+    say(console, f"wrote    {path}.json and {path.name}.png")
+    return figures
+
+
+def measure(
+    ckpt: checkpoint.Checkpoint,
+    config: Config,
+    corpus: PuzzleSource,
+    console: Console,
+    device: torch.device,
+    tokens: int,
+    batch_size: int,
+) -> dict[str, Any]:
+    """Measure a checkpoint's model and print the table; returns what the JSON file has."""
+    model = load_reasoner(ckpt, device)
     count = held_out_targets(corpus, tokens)
     say(console, f"model    {config.preset}: {model.describe()}, step {ckpt.step}")
     say(console, f"data     {corpus.describe()}; {-(-count // corpus.seq_len):,} are read")
@@ -69,7 +90,7 @@ def evaluate_reasoner(
         "data": corpus.name,
         "cells": count,
         "precision": config.train.precision,
-        "device": device_name(torch_device),
+        "device": device_name(device),
         "torch": torch.__version__,
         **measured._asdict(),
         **times(model, config, next(corpus.held_out_examples(batch_size, count))),
@@ -81,11 +102,6 @@ def evaluate_reasoner(
         f"{figures['early_exact']:.2%}; a batch takes {figures['early_ms']:,.0f} ms, and "
         f"{figures['all_ms']:,.0f} ms through all segments",
     )
-    write_json(path.with_name(f"{path.name}.json"), figures)
-    from deeploop.analyze import plots  # matplotlib is slow to import
-
-    plots.by_segment(figures, path.with_name(f"{path.name}.png"))
-    say(console, f"wrote    {path}.json and {path.name}.png")
     return figures
 
 

@@ -6,46 +6,24 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from deeploop.config import Config, DataConfig, ModelConfig, ReasonerConfig, TrainConfig
-from deeploop.data.puzzles.sudoku_set import build_sudoku
+from deeploop.config import Config
 from deeploop.runs import checkpoint
 from deeploop.train.setup import open_run
 from deeploop.utils.errors import InputError
 from tests.helpers.data import refused
-
-HRM = ReasonerConfig(cycles_high=2, layers_low=1, layers_high=1, segments=3, puzzle_tokens=1)
-TRM = ReasonerConfig(
-    cycles_high=2, layers_low=1, shared=True, gradient="last_cycle", mixer="mlp", positions=False,
-    halting="halt", segments=3,
-)  # fmt: skip
-KINDS = {"hrm": HRM, "trm": TRM}
+from tests.helpers.reasoners import KINDS, small_reasoner, write_boards
 
 
 @pytest.fixture(scope="session")
 def boards(tmp_path_factory):
     """A data set of 4x4 Sudoku, small enough that an epoch has few batches."""
-    folder = tmp_path_factory.mktemp("puzzles") / "sudoku"
-    build_sudoku(str(folder), size=4, puzzles=40, test=12, givens="8-9", augment=1)
-    return str(folder)
+    return write_boards(tmp_path_factory.mktemp("puzzles"))
 
 
 @pytest.fixture
 def make(boards, tmp_path):
     def make(kind="hrm", name="run", **train):
-        fields = {"steps": 6, "batch_size": 6, "ema": 0.9} | train
-        return Config(
-            preset="test",
-            model=ModelConfig(
-                residual="plain_post_norm", d_model=16, n_heads=2, seq_len=16,
-                reasoner=KINDS[kind],
-            ),
-            data=DataConfig(puzzles=boards),
-            train=TrainConfig(
-                precision="fp32", device="cpu", optimizer="adam_atan2", lr=1e-2, log_every=1,
-                eval_every=3, eval_tokens=160, save_every=2, keep=0, clip=0.0,
-                out=str(tmp_path / name), **fields,
-            ),
-        )  # fmt: skip
+        return small_reasoner(boards, tmp_path / name, kind, **train)
 
     return make
 
@@ -194,8 +172,6 @@ def test_a_reasoner_needs_puzzles_and_puzzles_a_reasoner(make):
 
 def test_other_puzzles_than_the_runs_are_refused(make, quiet, tmp_path):
     open_run(make("trm"), quiet).fit()
-    other = tmp_path / "other"
-    build_sudoku(str(other), size=4, puzzles=40, test=12, givens="8-9", augment=1, seed=1)
-    config = make("trm", "on").replace("data", puzzles=str(other))
+    config = make("trm", "on").replace("data", puzzles=write_boards(tmp_path, seed=1))
     with pytest.raises(InputError, match="has other examples"):
         open_run(config, quiet, checkpoint.find(str(tmp_path / "run")))
