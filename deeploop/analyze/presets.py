@@ -8,6 +8,7 @@ from rich.table import Table
 from deeploop.config import Config, ModelConfig
 from deeploop.config.model import MODELS
 from deeploop.config.presets import PAPERS, presets
+from deeploop.data.tasks import load_task
 from deeploop.model.memory import parameters
 from deeploop.model.reasoner import Reasoner
 
@@ -39,7 +40,8 @@ def size(config: Config) -> str:
     """Return the parameters in millions, without gains."""
     m = config.model
     if not m.vocab_size:
-        m = config.replace("model", vocab_size=DEFAULT_VOCABULARY).model
+        ids = load_task(config.data.task).vocab_size if config.data.task else DEFAULT_VOCABULARY
+        m = config.replace("model", vocab_size=ids).model
     millions = (count(m) if MODELS[m.kind].puzzles else parameters(m)) / 1e6
     return f"{millions:.3g} M" if millions < 100 else f"{millions:,.0f} M"
 
