@@ -13,6 +13,7 @@ from deeploop.data.puzzles.source import PuzzleSource
 from deeploop.eval.boards import by_segment
 from deeploop.model.looplm import count_parameters
 from deeploop.model.reasoner import Carry, Reasoner
+from deeploop.train.describe import without_effect
 from deeploop.train.halting import least_segments
 from deeploop.train.optim import clip_gradients, learning_rate, make_optimizer, step_if_finite
 from deeploop.train.supervision import (
@@ -65,6 +66,7 @@ class SegmentMetrics:
 class ReasonerTrainer(Trainer):
     """A run of a Reasoner; its rows carry their states from step to step."""
 
+    stream = "a state of the batch"
     model: Reasoner
     corpus: PuzzleSource
 
@@ -185,6 +187,7 @@ class ReasonerTrainer(Trainer):
             f"paths    {device_name(self.device)}, {t.precision}; updates: {kernels}",
             f"backprop {r.gradient}, at most {r.segments} segments of {r.cycles_high} x "
             f"({r.cycles_low} low + 1 high) passes; {t.optimizer}",
+            *(f"unused   {name}" for name in without_effect(c)),
             f"run      {self.folder}",
         ]
 

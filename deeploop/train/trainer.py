@@ -54,6 +54,7 @@ class Trainer(ABC):
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    stream = "the residual stream"  # whose values `forward_is_finite` checks
 
     def __init__(
         self,
@@ -314,7 +315,7 @@ class Trainer(ABC):
             finite = self.forward_is_finite()
         finite &= state_is_finite(self.model, self.optimizer)
         if self.ranks.any_rank(not finite):
-            name = first_nonfinite(self.model, self.optimizer) or "the model's forward"
+            name = first_nonfinite(self.model, self.optimizer) or self.stream
             raise self.diverged(f"{name} is not finite at step")
 
     def check_finite(self) -> None:

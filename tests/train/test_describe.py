@@ -2,7 +2,7 @@
 
 import pytest
 
-from deeploop.config import Config, ModelConfig, ReasonerConfig, TrainConfig
+from deeploop.config import Config, DataConfig, ModelConfig, ReasonerConfig, TrainConfig
 from deeploop.train.describe import without_effect
 
 TWO = {"cycles_high": 2}
@@ -27,7 +27,8 @@ TWO = {"cycles_high": 2}
 ])  # fmt: skip
 def test_fields_of_and_beside_a_reasoner(reasoner, others, wanted):
     model = ModelConfig(residual="plain_post_norm", reasoner=ReasonerConfig(**reasoner), **others)
-    assert without_effect(Config(model=model)) == wanted
+    data = DataConfig(puzzles="boards" if model.reasoner.cycles_high else "")
+    assert without_effect(Config(model=model, data=data)) == wanted
 
 
 def test_a_constant_rate_has_no_floor():
