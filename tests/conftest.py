@@ -40,7 +40,7 @@ def pytest_cmdline_main(config):
 def short_sample():
     """Sample 8 tokens at the end of a run: 200 would take most of its time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("deeploop.train.trainer.SAMPLE_TOKENS", 8)
+        patch.setattr("deeploop.train.language.SAMPLE_TOKENS", 8)
         yield
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import deeploop
-from deeploop.train.optim import adamw, learning_rate
+from deeploop.train.optim import learning_rate, make_optimizer
 from deeploop.train.step import train_step
 from deeploop.utils.errors import InputError
 
@@ -58,7 +58,7 @@ def test_a_training_loop_of_ones_own():
     config = config.replace("train", precision="fp32", batch_size=4, steps=30, lr=1e-2)
     torch.manual_seed(0)
     model = deeploop.LoopLM(config.model)
-    optimizer = adamw(model, config.train)
+    optimizer = make_optimizer(model, config.train)
     tokens = torch.randint(0, 16, (4, config.model.seq_len + 1))
     losses = []
     for step in range(config.train.steps):

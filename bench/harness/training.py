@@ -12,7 +12,7 @@ from deeploop.config import Config
 from deeploop.config.backprop import optimizer_steps
 from deeploop.model.flops import flops_per_token
 from deeploop.model.looplm import LoopLM, count_parameters
-from deeploop.train.optim import adamw
+from deeploop.train.optim import make_optimizer
 from deeploop.train.step import train_step
 
 
@@ -61,7 +61,7 @@ def training(config: Config, device: torch.device) -> Training:
     model = LoopLM(m).to(device)
     shape = (config.train.batch_size, m.seq_len)
     tokens, targets = (torch.randint(0, m.vocab_size, shape, device=device) for _ in range(2))
-    return Training(config, model, adamw(model, config.train), tokens, targets)
+    return Training(config, model, make_optimizer(model, config.train), tokens, targets)
 
 
 def take_step(t: Training) -> Tensor:

@@ -27,7 +27,7 @@ from bench.harness.timing import in_words, relative_error
 from deeploop.config import TrainConfig
 from deeploop.config.presets import preset
 from deeploop.model.looplm import LoopLM, count_parameters
-from deeploop.train.optim import adamw, clip_gradients, step_if_finite
+from deeploop.train.optim import clip_gradients, make_optimizer, step_if_finite
 from deeploop.utils.device import pick_device
 
 DEVICE = pick_device("auto")
@@ -38,7 +38,7 @@ TRAIN = TrainConfig()
 
 
 def shipped(model: nn.Module):
-    optimizer = adamw(model, TRAIN)
+    optimizer = make_optimizer(model, TRAIN)
 
     def step():
         step_if_finite(optimizer, clip_gradients(model, TRAIN.clip), TRAIN.lr)
@@ -47,10 +47,10 @@ def shipped(model: nn.Module):
 
 
 def groups(model: nn.Module) -> list[dict]:
-    """Return the parameter groups of `deeploop.train.optim.adamw` with their weight decay."""
+    """Return the parameter groups of `make_optimizer` with their weight decay."""
     return [
         {key: group[key] for key in ("params", "weight_decay")}
-        for group in adamw(model, TRAIN).param_groups
+        for group in make_optimizer(model, TRAIN).param_groups
     ]
 
 

@@ -13,9 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 from deeploop.analyze.diagnose.diagnose import output_folder
+from deeploop.analyze.evaluate_reasoner import evaluate_reasoner
 from deeploop.config import Config
 from deeploop.config.fields import MAX_INT
 from deeploop.config.loop_count import listed_loops
+from deeploop.config.model import MODELS
 from deeploop.data.source import Source
 from deeploop.eval.by_loop import measure_by_loop
 from deeploop.eval.generate import load_model
@@ -72,12 +74,15 @@ def evaluate(
             raise InputError(f"{name}={value}: must lie between 0 and {MAX_INT}")
     ckpt, torch_device = checkpoint.find(run), pick_device(device, "device")
     m, t = ckpt.config.model, ckpt.config.train
-    listed = listed_loops(loops, "loops") if loops else default_loops(m.loops)
-    batch_size = batch_size or t.micro_batch or t.batch_size
     tokens = t.eval_tokens if tokens is None else tokens
+    batch_size = batch_size or t.micro_batch or t.batch_size
+    path = output_path(ckpt, out)
+    if MODELS[m.kind].puzzles:
+        check_no_loops(loops=loops, difficulty=difficulty, starts=starts)
+        return evaluate_reasoner(ckpt, console, path, tokens, batch_size, data, device)
+    listed = listed_loops(loops, "loops") if loops else default_loops(m.loops)
     check_evaluation(m, torch_device, batch_size, max(listed))
     config, corpus = open_corpus(ckpt, data, difficulty, torch_device)
-    path = output_path(ckpt, out)
     with output_folder(path.parent, unique=False):
         model = load_model(ckpt, torch_device)
         for line in describe(ckpt, corpus, tokens, max(listed), torch_device):
@@ -89,9 +94,15 @@ def evaluate(
             figures["starts"] = {"starts": starts, **compared}
         figures |= measure_by_loop(model, corpus, max(listed), *given)
         show(figures, console)
-        write_results(path, figures)
-    say(console, f"wrote    {path}.json and {path.name}.png")
+        write_results(path, figures, console)
     return figures
+
+
+def check_no_loops(**options: Any) -> None:
+    """Refuse options that are about loops or tasks, for a reasoner; raises InputError."""
+    for name, value in options.items():
+        if value:
+            raise InputError(f"{name}={value}: a reasoner is measured by segments; leave it out")
 
 
 def default_loops(trained: int) -> list[int]:
@@ -240,9 +251,10 @@ def written(value: float, form: str) -> str:
     return format(value, form) if math.isfinite(value) else "-"
 
 
-def write_results(path: Path, figures: dict[str, Any]) -> None:
-    """Write PATH.json and PATH.png."""
+def write_results(path: Path, figures: dict[str, Any], console: Console) -> None:
+    """Write PATH.json and PATH.png, and say so."""
     write_json(path.with_name(f"{path.name}.json"), figures)
     from deeploop.analyze import plots  # matplotlib is slow to import
 
     plots.by_loop(figures, path.with_name(f"{path.name}.png"))
+    say(console, f"wrote    {path}.json and {path.name}.png")

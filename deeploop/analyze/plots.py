@@ -209,6 +209,26 @@ def by_loop(figures: dict[str, Any], path: Path) -> None:
     save_figure(figure, path)
 
 
+def by_segment(figures: dict[str, Any], path: Path) -> None:
+    """Draw right answers and halting by segment.
+
+    figures: those of `deeploop.analyze.evaluate_reasoner`.
+    """
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure.suptitle(f"{figures['preset']}, step {figures['step']}, on {figures['data']}")
+    right, loss = figure.subplots(1, 2)
+    segments = range(1, len(figures["exact"]) + 1)
+    for name, label in (("exact", "puzzles solved"), ("token", "cells right"), ("wants", "halted")):
+        right.plot(segments, figures[name], marker=".", label=label)
+    right.set_title("share")
+    right.legend(fontsize="small")
+    _curve(loss, figures["loss"], "held-out loss, nats per label")
+    for axes in (right, loss):
+        axes.set_xlabel("segments")
+        integer_ticks(axes.xaxis)
+    save_figure(figure, path)
+
+
 def _curve(axes: Any, values: list[float], title: str, positive: bool = False) -> None:
     """Draw the values by loop, from 1 on, that are finite.
 

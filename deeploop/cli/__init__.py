@@ -35,6 +35,7 @@ HELP = f"""deeploop {__version__}: train looped Transformers on fused kernels
   deeploop generate RUN --prompt TEXT   continue a text with a trained model
   deeploop eval RUN --loops 1,2,4..32   held-out loss, change and exits by number of loops
   deeploop data INPUT OUT               tokenise text into shards, once
+  deeploop data sudoku|maze|arc ...     write a data set of puzzles
   deeploop profile [PRESET] [options]   measure a training step's time and memory by component
   deeploop diagnose RUN|PRESET          measure how far the loops' gradients align
   deeploop plan [PRESET|RUN] [options]  predict memory, time and hours of a run

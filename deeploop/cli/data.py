@@ -1,4 +1,7 @@
-"""deeploop data: tokenise text into shards, or compare shards with their checksums."""
+"""deeploop data: tokenise text into shards, or compare shards with their checksums.
+
+With sudoku, maze or arc as the first word: write a puzzle data set (`data_puzzles`).
+"""
 
 import dataclasses
 import time
@@ -7,6 +10,7 @@ from typing import Annotated
 
 import tyro
 
+from deeploop.cli import data_puzzles
 from deeploop.cli.duration import since
 from deeploop.cli.parse import Switch, parse
 from deeploop.utils.console import open_console, say
@@ -45,11 +49,14 @@ class DataArguments:
 
 
 def run(arguments: list[str]) -> int:
+    if arguments and arguments[0] in data_puzzles.KINDS:
+        return data_puzzles.run(arguments[0], arguments[1:])
     parsed = parse(
         DataArguments,
         args=arguments,
         prog="deeploop data",
-        description="Tokenise text into llm.c token shards.",
+        description="Tokenise text into llm.c token shards. deeploop data sudoku, maze or arc "
+        "writes a puzzle data set, and has a --help of its own; a text of such a name is ./maze.",
     )
     from deeploop.data.corpus import is_shards, load_corpus
     from deeploop.data.prepare import prepare

@@ -7,6 +7,7 @@ import tyro
 
 from deeploop.cli.parse import ConfigArguments, Switch, first_word, named_config, parse, refuse_flag
 from deeploop.config import Config
+from deeploop.config.model import MODELS
 from deeploop.config.presets import preset, presets
 from deeploop.utils.errors import InputError
 
@@ -42,7 +43,8 @@ def run(arguments: list[str]) -> int:
     if not several:
         report.show(parsed.config, parsed.device, parsed.json)
         return 0
-    configs = report.matrix() if parsed.matrix else list(presets().values())
+    named = [c for c in presets().values() if not MODELS[c.model.kind].puzzles]
+    configs = report.matrix() if parsed.matrix else named
     of_plan = {"--all", "--matrix", "--json", "--device"}
     if any(word.startswith("--") and word.split("=")[0] not in of_plan for word in rest):
         configs = [parse_plan(rest, config).config for config in configs]

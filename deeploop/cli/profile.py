@@ -31,7 +31,6 @@ def run(arguments: list[str]) -> int:
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     from deeploop.analyze.profile import profile
-    from deeploop.train.describe import describe
     from deeploop.utils.distributed import init_distributed
 
     steps = profile.Steps(parsed.warmup, parsed.config.train.steps, parsed.traced)
@@ -41,7 +40,7 @@ def run(arguments: list[str]) -> int:
         trainer = on_every_rank(
             ranks, lambda: profile.open_profile(parsed.config, steps, console, ranks)
         )
-        for line in describe(trainer):
+        for line in trainer.describe():
             say(console, line, indent=9)
         figures = profile.profile(trainer, steps)
     if ranks.is_main:

@@ -64,7 +64,6 @@ def run(arguments: list[str]) -> int:
             print(parsed.config.to_json(), end="")
         return 0
     from deeploop.runs import checkpoint
-    from deeploop.train.describe import describe
     from deeploop.train.setup import open_run
     from deeploop.utils.distributed import init_distributed
 
@@ -77,7 +76,7 @@ def run(arguments: list[str]) -> int:
             return open_run(parsed.config, console, ckpt, ranks)
 
         trainer = on_every_rank(ranks, build)
-        for line in describe(trainer):
+        for line in trainer.describe():
             say(console, line, indent=INDENT)
         if trainer.done == trainer.config.train.steps:
             say(console, f"already at step {trainer.done}; give more --steps to go on")
@@ -96,7 +95,7 @@ def report(summary: dict[str, Any], trainer: "Trainer", console: "Console", dura
             f"deeploop train --resume {trainer.folder}"
         )
         return
-    if summary["sample"] is not None:
+    if summary.get("sample") is not None:
         text = "\n".join(printable(summary["sample"]).splitlines())
         say(console, "sample   " + text.replace("\n", "\n" + " " * INDENT))
     say(console, f"held out {held_out(summary, trainer)}", indent=INDENT)

@@ -15,7 +15,8 @@ import tyro
 from deeploop.config.data import DataConfig
 from deeploop.config.depth import DEPTHS, ActConfig, MorConfig, SolverConfig
 from deeploop.config.fields import MAY_CHANGE, build, check_fields, replace
-from deeploop.config.model import LoomConfig, ModelConfig, MoEConfig
+from deeploop.config.model import MODELS, LoomConfig, ModelConfig, MoEConfig
+from deeploop.config.reasoner import ReasonerConfig
 from deeploop.config.renames import renamed_fields
 from deeploop.config.train import LOSSES, TrainConfig
 from deeploop.utils.errors import InputError
@@ -29,6 +30,7 @@ __all__ = [
     "MoEConfig",
     "ModelConfig",
     "MorConfig",
+    "ReasonerConfig",
     "SolverConfig",
     "TrainConfig",
 ]
@@ -46,6 +48,7 @@ class Config:
     def __post_init__(self) -> None:
         check_fields(self)
         m, t = self.model, self.train
+        self._check_kind()
         drawn = t.loop_count != "fixed"
         if t.backprop == "last" and t.backprop_loops > m.loops and not drawn:
             raise InputError(
@@ -73,6 +76,23 @@ class Config:
                 f"train.teacher={t.teacher!r}: is a target after the last loop alone; give "
                 f"train.backprop full or last (it is {t.backprop}) and train.loss last ({t.loss})"
             )
+
+    def _check_kind(self) -> None:
+        """Refuse a kind of model without its data, and fields of training that it does not read."""
+        m, choice = self.model, MODELS[self.model.kind]
+        if choice.puzzles and not self.data.puzzles:
+            raise InputError(
+                f"model.reasoner.cycles_high={m.reasoner.cycles_high}: a reasoner needs puzzles; "
+                "give data.puzzles, such as sudoku-4x4"
+            )
+        if self.data.puzzles and not choice.puzzles:
+            raise InputError(
+                f"data.puzzles={brief(repr(self.data.puzzles))}: only a reasoner reads puzzles; "
+                "take a preset such as trm-sudoku-tiny, or give model.reasoner.cycles_high"
+            )
+        for name in ("init", "teacher", "eval_loops") if choice.puzzles else ():
+            if value := getattr(self.train, name):
+                raise InputError(f"train.{name}={value!r}: is read by language models alone")
 
     def replace(self, section: str, **values: Any) -> "Config":
         """Copy with fields of one section (model, model.moe, data, ...) replaced, checked again."""

@@ -80,8 +80,22 @@ class DataConfig:
         MAY_CHANGE,
     ] = ""
 
+    puzzles: Annotated[
+        str,
+        flag(
+            "puzzles in the place of a text: a folder of `deeploop data`, HRM or TRM, or "
+            "sudoku-4x4, sudoku-6x6 or maze-9x9, which are generated; empty: none"
+        ),
+        MAY_CHANGE,
+    ] = ""
+
     def __post_init__(self) -> None:
         check_fields(self, "data.")
+        if self.puzzles and (self.task or self.path):
+            raise InputError(
+                f"data.puzzles={brief(repr(self.puzzles))}: takes the place of a text and of a "
+                "task; leave out data.path and data.task"
+            )
         if not self.task:
             for name in ("difficulty", "eval_difficulty"):
                 if value := getattr(self, name):

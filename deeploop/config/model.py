@@ -14,6 +14,7 @@ from deeploop.config.fields import (
     check_fields,
     flag,
 )
+from deeploop.config.reasoner import ReasonerConfig, check_reasoner
 from deeploop.utils.errors import InputError
 
 MAX_EXPERTS = 512  # of sigmoid_router; importing it from there would import torch
@@ -25,12 +26,29 @@ class ResidualChoice(NamedTuple):
     rule: str  # "module:Class", a subclass of deeploop.model.residual.base.Residual
     exponent: float | None = None  # default p of alpha = (2N)^p, beta = (8N)^-p; None: both are 1
     section: str | None = None  # the section of ModelConfig that only this rule reads
+    for_reasoners: bool = False  # whether the modules of a reasoner can have it
 
+
+class ModelChoice(NamedTuple):
+    """A kind of model: the class that trains it, and what it goes together with."""
+
+    trainer: str  # "module:Class", a subclass of deeploop.train.trainer.Trainer
+    puzzles: bool = False  # whether it trains on data.puzzles, else on a text or a task
+
+
+# The registry of kinds of models (`ModelConfig.kind`).
+MODELS = {
+    "language": ModelChoice("deeploop.train.language:LanguageTrainer"),
+    "reasoner": ModelChoice("deeploop.train.reasoner:ReasonerTrainer", puzzles=True),
+}
 
 # The registry of residual rules. A new rule is a file in deeploop/model/residual/ and a line here.
 RESIDUALS = {
     "pre_norm": ResidualChoice("deeploop.model.residual.pre_norm:PreNorm"),
     "post_norm": ResidualChoice("deeploop.model.residual.post_norm:PostNorm"),
+    "plain_post_norm": ResidualChoice(
+        "deeploop.model.residual.plain_post_norm:PlainPostNorm", for_reasoners=True
+    ),
     "peri_norm": ResidualChoice("deeploop.model.residual.peri_norm:PeriNorm"),
     "deepnorm": ResidualChoice(
         "deeploop.model.residual.deepnorm:DeepNorm", scaling.DEEPNORM_EXPONENT
@@ -193,12 +211,17 @@ class ModelConfig:
     act: ActConfig = field(default_factory=ActConfig)
     solver: SolverConfig = field(default_factory=SolverConfig)
     mor: MorConfig = field(default_factory=MorConfig)
+    reasoner: ReasonerConfig = field(default_factory=ReasonerConfig)
 
     def __post_init__(self) -> None:
         check_fields(self, "model.")
         check_choice("model.residual", self.residual, RESIDUALS)
         check_choice("model.depth", self.depth, DEPTHS)
         check_capacities(self)
+        reasons = self.reasoner.cycles_high > 0
+        if reasons:
+            rules = [name for name, choice in RESIDUALS.items() if choice.for_reasoners]
+            check_reasoner(self, rules)
         if self.d_model % self.n_heads or (self.d_model // self.n_heads) % 2:
             raise InputError(
                 f"model.n_heads={self.n_heads}: must divide model.d_model={self.d_model} "
@@ -214,11 +237,25 @@ class ModelConfig:
                 f"model.lora_rank={self.lora_rank}: a mixture of experts has no adapters; leave "
                 "model.lora_rank or model.moe.experts out"
             )
-        if self.p is not None and (self.exponent is None or not 0 <= self.p <= 2):
+        has_exponent = self.exponent is not None or (reasons and self.reasoner.visits != "plain")
+        if self.p is not None and (not has_exponent or not 0 <= self.p <= 2):
             scaled = [name for name, choice in RESIDUALS.items() if choice.exponent is not None]
             raise InputError(
                 f"model.p={self.p}: an exponent from 0 to 2 of the rules {' and '.join(scaled)}"
-                f" (model.residual={self.residual})"
+                f" (model.residual={self.residual}), or of a reasoner with model.reasoner.visits"
+            )
+
+    @property
+    def kind(self) -> str:
+        """The kind of model, a name in MODELS."""
+        return "reasoner" if self.reasoner.cycles_high else "language"
+
+    def require_loops(self, verb: str) -> None:
+        """Refuse a model without loops over tokens; raises InputError. `verb`: of the command."""
+        if MODELS[self.kind].puzzles:
+            raise InputError(
+                f"model.reasoner.cycles_high={self.reasoner.cycles_high}: deeploop {verb} takes "
+                "language models; a reasoner has deeploop train, eval and profile"
             )
 
     @property

@@ -37,6 +37,12 @@ LOSSES = {
     "gate": LossChoice("deeploop.train.losses.exits:GateAlone", gate=True, backprops=("full",)),
 }
 
+# The registry of optimizers: "module:function" of a model and a TrainConfig.
+OPTIMIZERS = {
+    "adamw": "deeploop.train.optim:adamw",
+    "adam_atan2": "deeploop.train.optim:adam_atan2",
+}
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -136,9 +142,16 @@ class TrainConfig:
         SHARE,
         MAY_CHANGE,
     ] = 0.5
+    optimizer: Annotated[
+        str,
+        flag(
+            "adamw, or adam_atan2: atan2(m, sqrt v) in the place of m / (sqrt v + epsilon)",
+            choices=OPTIMIZERS,
+        ),
+    ] = "adamw"
     schedule: Annotated[
-        Literal["wsd", "cosine"],
-        flag("wsd: warm up, stay, decay; cosine: warm up, cosine decay"),
+        Literal["wsd", "cosine", "constant"],
+        flag("wsd: warm up, stay, decay; cosine: warm up, cosine decay; constant: warm up, stay"),
         MAY_CHANGE,
     ] = "wsd"
     warmup: Annotated[float, flag("fraction of steps spent warming up"), FRACTION, MAY_CHANGE] = 0.1
@@ -148,12 +161,21 @@ class TrainConfig:
     min_lr: Annotated[
         float, flag("learning rate of the last step, as a fraction of lr"), FRACTION, MAY_CHANGE
     ] = 0.0
-    weight_decay: Annotated[
-        float, flag("AdamW weight decay, on matrices"), NOT_NEGATIVE, MAY_CHANGE
+    weight_decay: Annotated[float, flag("weight decay, on matrices"), NOT_NEGATIVE, MAY_CHANGE] = (
+        0.1
+    )
+    decay_gains: Annotated[bool, flag("weight decay on norm gains, too")] = False
+    beta1: Annotated[float, flag("decay of the first moment"), FRACTION, MAY_CHANGE] = 0.9
+    beta2: Annotated[float, flag("decay of the second moment"), FRACTION, MAY_CHANGE] = 0.95
+    ema: Annotated[
+        float, flag("decay of the average of weights that evaluation takes; 0: none"), FRACTION
+    ] = 0.0
+    puzzle_lr: Annotated[
+        float, flag("step of the sign descent on puzzles' vectors"), POSITIVE, MAY_CHANGE
+    ] = 1e-2
+    puzzle_decay: Annotated[
+        float, flag("weight decay on the vectors of a batch's puzzles"), NOT_NEGATIVE, MAY_CHANGE
     ] = 0.1
-    decay_gains: Annotated[bool, flag("AdamW weight decay on norm gains, too")] = False
-    beta1: Annotated[float, flag("AdamW first moment decay"), FRACTION, MAY_CHANGE] = 0.9
-    beta2: Annotated[float, flag("AdamW second moment decay"), FRACTION, MAY_CHANGE] = 0.95
     clip: Annotated[
         float,
         flag("gradients are scaled down to this global norm; 0: no clipping"),
@@ -200,6 +222,7 @@ class TrainConfig:
         check_fields(self, "train.")
         check_choice("train.loop_count", self.loop_count, LOOP_COUNTS)
         check_choice("train.loss", self.loss, LOSSES)
+        check_choice("train.optimizer", self.optimizer, OPTIMIZERS)
         self._check_loops()
         if self.micro_batch > self.batch_size:
             raise InputError(

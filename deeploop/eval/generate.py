@@ -29,6 +29,7 @@ def load(run: str, device: str = "cpu") -> LoopLM:
 
 def load_model(ckpt: checkpoint.Checkpoint, device: torch.device) -> LoopLM:
     """Load the model of a checkpoint, in eval mode; raises what `load` does."""
+    ckpt.config.model.require_loops("generate")
     check_generation(ckpt.config.model, device)
     model = LoopLM(ckpt.config.model)
     checkpoint.load_weights(ckpt, model)

@@ -1,4 +1,4 @@
-"""Causal multi-head attention with rotary embeddings, on library GEMMs."""
+"""Multi-head attention with rotary embeddings, on library GEMMs."""
 
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ class AttentionContext(NamedTuple):
     kept: list[KeysValues] | None = None  # the keys and values are appended to it
     first: KeysValues | None = None  # of the first loop, to read in the place of its own
     mask: Tensor | None = None  # bool [B, 1, T, ...] over them; None: causal, up to their end
+    causal: bool = True  # False: a token sees all of its sequence, without cache or mask
 
 
 def rope_tables(seq_len: int, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
@@ -46,8 +47,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos, x.roll(half, -1), sin).to(x.dtype)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Compute softmax attention over [B, heads, T, head_dim], causal unless a mask is given.
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool = True) -> Tensor:
+    """Compute softmax attention over [B, heads, T, head_dim]; a mask stands for causal.
 
     By PyTorch's kernel, except for short bfloat16 sequences on a CPU, where two
     GEMMs and a softmax took 3.9 ms forward + backward against its
@@ -58,15 +59,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     if mask is not None or T == 1:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     if not short:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    future = q.new_full((T, T), -torch.inf).triu(1).expand(q.shape[0] * q.shape[1], T, T)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    future = q.new_full((T, T), -torch.inf).triu(1) if causal else q.new_zeros(T, T)
+    future = future.expand(q.shape[0] * q.shape[1], T, T)
     q3, k3, v3 = (x.flatten(0, 1) for x in (q, k, v))
     scores = torch.baddbmm(future, q3, k3.transpose(1, 2), alpha=q.shape[-1] ** -0.5)
     return torch.bmm(scores.softmax(-1), v3).view(q.shape)
 
 
 class Attention(nn.Module):
-    """Causal multi-head attention with RoPE; no biases, no dropout.
+    """Multi-head attention with RoPE, causal or over all tokens; no biases, no dropout.
 
     Q, K and V are one matrix [3 * d_model, d_model], so one GEMM; only its V
     rows take the initialisation gain beta (see `deeploop.model.init`).
@@ -99,7 +101,7 @@ class Attention(nn.Module):
             mask = visible(context.valid, T)
         if context.kept is not None:
             context.kept.append((k, v))
-        f = attend(q, k, v, mask)
+        f = attend(q, k, v, mask, context.causal)
         return adapted(self.out, f.transpose(1, 2).reshape(B, T, d), adapters[1])
 
     def _read(

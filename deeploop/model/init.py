@@ -1,4 +1,4 @@
-"""Initialise the weights of a LoopLM."""
+"""Initialise the weights of a LoopLM, and draw truncated normals."""
 
 import math
 from typing import TYPE_CHECKING
@@ -12,6 +12,8 @@ from deeploop.model.moe.layer import copy_router
 
 if TYPE_CHECKING:
     from deeploop.model.looplm import LoopLM
+
+CUT = 2.0  # of truncated_normal_, in deviations of the normal
 
 
 @torch.no_grad()
@@ -58,6 +60,18 @@ def init_weights(model: "LoopLM") -> None:
     for sublayer in model.sublayers:  # after all others, which are then those without adapters
         for adapters in sublayer.adapters.values():
             adapters.init_weights()
+
+
+def truncated_normal_(tensor: Tensor, std: float) -> None:
+    """Fill a tensor from a normal that is cut at twice its deviation; the result's is `std`.
+
+    By the inverse of the distribution function: torch's rejection reads values back, which neither
+    fake nor meta tensors have.
+    """
+    edge = math.erf(CUT / math.sqrt(2))
+    density = math.exp(-(CUT**2) / 2) / math.sqrt(2 * math.pi)
+    left = math.sqrt(1 - 2 * CUT * density / edge)  # the deviation that the cut leaves of 1
+    tensor.uniform_(-edge, edge).erfinv_().mul_(math.sqrt(2) * std / left)
 
 
 def _swiglu_(gate_up: Tensor, down: Tensor, width: int, d_model: int, gain: float) -> None:

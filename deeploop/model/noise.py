@@ -1,8 +1,8 @@
-"""Draw the noise a looped state starts from, as a pure function of its place.
+"""Draw noise and other numbers as pure functions of their place.
 
-Each number depends on the sequence's key, the position and the channel alone, by a hash and not
-by a generator's state: ranks, micro-batches, a resumed run and a cache that receives the tokens
-by pieces all draw the same.
+Each number of the noise that a looped state starts from depends on the sequence's key, the position
+and the channel alone, by a hash and not by a generator's state: ranks, micro-batches, a resumed run
+and a cache that receives the tokens by pieces all draw the same.
 
 Source: Huginn, arXiv 2502.05171 (a truncated normal, cut at three standard deviations).
 """
@@ -43,6 +43,19 @@ def truncated_normal(keys: Tensor, positions: range, width: int, std: float) -> 
     uniform = ((bits & 0xFFFFFF).float() + 0.5) / 2**24
     edge = math.erf(BOUND / math.sqrt(2))
     return torch.erfinv((2 * uniform - 1) * edge) * (std * math.sqrt(2))
+
+
+def uniforms(seed: int, numbers: Tensor, count: int) -> Tensor:
+    """Draw `count` uniform numbers from (0, 1) for each number: float64 [..., count].
+
+    Args:
+        seed: of the run.
+        numbers: int64 [...], such as those of a run's examples; its device is the result's.
+        count: how many for each.
+    """
+    key = _mix(_mix(numbers + (seed & MASK)) + (seed * 0x632BE59B & MASK))
+    bits = _mix(key[..., None] + torch.arange(count, device=numbers.device))
+    return (_shift(bits, 11).double() + 0.5) / 2**53
 
 
 def _mix(x: Tensor) -> Tensor:

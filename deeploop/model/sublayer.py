@@ -7,11 +7,11 @@ from torch import Tensor, nn
 from deeploop.config import ModelConfig
 from deeploop.model.attention import Attention
 from deeploop.model.lora import Adapters, LoopAdapters
-from deeploop.model.mlp import SwiGLU
+from deeploop.model.mlp import PositionMixer, SwiGLU
 from deeploop.model.moe.layer import MoE
 from deeploop.model.residual import Residual
 
-KINDS = {Attention: "attention", SwiGLU: "mlp", MoE: "experts"}
+KINDS = {Attention: "attention", SwiGLU: "mlp", PositionMixer: "mlp", MoE: "experts"}
 
 
 class Sublayer(nn.Module):
@@ -56,6 +56,11 @@ class Sublayer(nn.Module):
     def kind(self) -> str:
         """The branch's component of a step: attention, mlp or experts (`utils.spans`)."""
         return KINDS[type(self.branch)]
+
+    @property
+    def over_positions(self) -> bool:
+        """Whether the branch is a SwiGLU over positions, and not over the width."""
+        return isinstance(self.branch, PositionMixer)
 
     @property
     def gain_in(self) -> Tensor | None:

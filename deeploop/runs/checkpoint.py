@@ -1,8 +1,9 @@
 """Save and load checkpoints from which training continues bit for bit.
 
 A checkpoint is a folder `step_000100` of a run's `checkpoints/`: the weights
-(model.safetensors), the optimizer's state (optimizer.pt), copies of the run's corpus.json and
-tokenizer file, and state.json: step, configuration and the SHA-256 of every file. It is written
+(model.safetensors), the optimizer's state (optimizer.pt), other tensors that the next step reads
+(carried.safetensors, of runs that have some), copies of the run's corpus.json and tokenizer file,
+and state.json: step, configuration and the SHA-256 of every file. It is written
 under a temporary name and renamed when it is on disk, so that a killed process leaves complete
 checkpoints only. There is no RNG or loader state: the data order is a pure function of
 (seed, step), and training draws no other random numbers.
@@ -12,24 +13,26 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
 from deeploop.config import Config
 from deeploop.runs.folder import CONFIG, CORPUS, parse_config, read_config, read_corpus_file
-from deeploop.runs.tensors import REMEDY, read_optimizer, read_weights
+from deeploop.runs.tensors import REMEDY, read_optimizer, read_tensors, read_weights
 from deeploop.utils.disk import disk_errors, sync, unwritable, user_path, usual_mode
 from deeploop.utils.errors import InputError
 from deeploop.utils.foreign import foreign, open_regular, read_json
 
 MODEL, OPTIMIZER, STATE = "model.safetensors", "optimizer.pt", "state.json"
+CARRIED = "carried.safetensors"
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,12 @@ class Checkpoint:
 
 
 def save(
-    run: Path, step: int, config: Config, model: nn.Module, optimizer: torch.optim.Optimizer
+    run: Path,
+    step: int,
+    config: Config,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    carried: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Path:
     """Write `run/checkpoints/step_NNNNNN` and return it; an existing one of this step stays.
 
@@ -81,7 +89,7 @@ def save(
         _delete(work)
         try:
             work.mkdir(parents=True)
-            _write(work, final, config, model, optimizer)
+            _write(work, final, model, optimizer, carried)
             copy_corpus(run, work)
             _write_state(work, step, config)
             for file in (*work.iterdir(), work):
@@ -95,13 +103,19 @@ def save(
 
 
 def _write(
-    work: Path, final: Path, config: Config, model: nn.Module, optimizer: torch.optim.Optimizer
+    work: Path,
+    final: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    carried: Mapping[str, Tensor],
 ) -> None:
-    """Write weights and optimizer state into `work`."""
+    """Write weights, optimizer state and carried tensors into `work`."""
     writers: dict[str, Callable[[Path], None]] = {
         MODEL: lambda file: save_file(dict(model.state_dict()), file),
         OPTIMIZER: lambda file: torch.save(optimizer.state_dict(), file),
     }
+    if carried:
+        writers[CARRIED] = lambda file: save_file(dict(carried), file)
     for name, write in writers.items():
         try:
             write(work / name)
@@ -222,7 +236,7 @@ def _open(folder: Path, newest: bool) -> Checkpoint:
         raise _unusable(folder, STATE, f"says step {step}")
     config = parse_config(json.dumps(state["config"]), what)
     checkpoint = Checkpoint(folder, step, config, sha256, newest)
-    for name in sha256.keys() - {MODEL, OPTIMIZER, STATE}:
+    for name in sha256.keys() - {MODEL, OPTIMIZER, CARRIED, STATE}:
         _check_digest(checkpoint, name)
     return checkpoint
 
@@ -257,7 +271,7 @@ def load_optimizer(
     Args:
         checkpoint: with weights.
         optimizer: it keeps its weight decay and betas, because a resumed run may set others.
-        model: whose parameters it steps (`deeploop.train.optim.adamw`).
+        model: whose parameters it steps (`deeploop.train.optim.make_optimizer`).
 
     Raises InputError where the file is damaged or does not fit the parameters.
     """
@@ -265,6 +279,30 @@ def load_optimizer(
     what = f"checkpoint {checkpoint.path}: {OPTIMIZER}"
     state = read_optimizer(checkpoint.path / OPTIMIZER, what, optimizer, model)
     optimizer.load_state_dict(state)
+
+
+def load_carried(checkpoint: Checkpoint, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the carried tensors, of the names, shapes and dtypes of `wanted`; raises InputError.
+
+    Without any wanted, the file is not read.
+    """
+    if not wanted:
+        return {}
+    _check_digest(checkpoint, CARRIED)
+    return read_tensors(
+        checkpoint.path / CARRIED, f"checkpoint {checkpoint.path}: {CARRIED}", wanted
+    )
+
+
+def load_averages(checkpoint: Checkpoint, model: nn.Module, prefix: str) -> None:
+    """Copy the carried tensors called `prefix` + name into the parameters of these names."""
+    _check_digest(checkpoint, CARRIED)
+    what = f"checkpoint {checkpoint.path}: {CARRIED}"
+    named = {prefix + name: p for name, p in model.named_parameters()}
+    tensors = read_tensors(checkpoint.path / CARRIED, what, named, others=True)
+    with torch.no_grad():
+        for name, p in named.items():
+            p.copy_(tensors[name])
 
 
 def _check_digest(checkpoint: Checkpoint, name: str) -> None:

@@ -17,6 +17,7 @@ LISTS = {
     "val_loops": 1,
     "val_loop_losses": 1,
     "val_loop_accuracies": 1,
+    "val_segment_accuracies": 1,
     "loop_shares": 1,
     "residual_rms": 1,
     "load_spread": 1,

@@ -6,7 +6,7 @@ and write outside of their memory, or a few bytes that claim to be gigabytes.
 
 import math
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -43,12 +43,42 @@ def read_weights(
     wanted = model.state_dict()
     own = {name: wanted[name] for name in wanted.keys() - weights.keys() if fresh(name)}
     weights |= own
-    for name in sorted(wanted.keys() ^ weights.keys()):
-        reason = "lacks" if name in wanted else "has, and the model has not,"
-        raise InputError(f"{what} does not fit: {reason} the weight {brief(name)}; {remedy}")
-    for name, weight in weights.items():
-        check_like(weight, wanted[name], f"{what} does not fit: the weight {name}", remedy)
+    check_same_tensors(weights, wanted, what, "weight", remedy)
     return weights
+
+
+def read_tensors(
+    path: Path, what: str, wanted: Mapping[str, Tensor], others: bool = False
+) -> dict[str, Tensor]:
+    """Return the tensors in a .safetensors file; raises InputError unless they are like `wanted`.
+
+    Args:
+        path: a regular file; its size bounds the memory that is taken.
+        what: name of the file in an error.
+        wanted: by name, tensors of the shapes and dtypes.
+        others: leave tensors of other names out, in the place of refusing them.
+    """
+    with foreign(what, REMEDY):
+        tensors = load_file(path)
+    if others:
+        tensors = {name: x for name, x in tensors.items() if name in wanted}
+    check_same_tensors(tensors, wanted, what, "tensor")
+    return tensors
+
+
+def check_same_tensors(
+    tensors: Mapping[str, Tensor],
+    wanted: Mapping[str, Tensor],
+    what: str,
+    kind: str,
+    remedy: str = REMEDY,
+) -> None:
+    """Refuse tensors of other names, shapes or dtypes than wanted."""
+    for name in sorted(wanted.keys() ^ tensors.keys()):
+        reason = "lacks" if name in wanted else "has, and the model has not,"
+        raise InputError(f"{what} does not fit: {reason} the {kind} {brief(name)}; {remedy}")
+    for name, tensor in tensors.items():
+        check_like(tensor, wanted[name], f"{what} does not fit: the {kind} {name}", remedy)
 
 
 def read_optimizer(

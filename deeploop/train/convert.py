@@ -12,7 +12,7 @@ from deeploop.model.convert.recursion import looped_from
 from deeploop.model.looplm import LoopLM, count_parameters
 from deeploop.runs import checkpoint
 from deeploop.runs.folder import CONFIG, choose_run_folder, claim_folder, lock_run_folder
-from deeploop.train.optim import adamw
+from deeploop.train.optim import make_optimizer
 from deeploop.utils.disk import write_text
 
 
@@ -54,7 +54,7 @@ def convert(
         try:
             write_text(folder / CONFIG, config.to_json())
             checkpoint.copy_corpus(ckpt.described_in, folder)
-            checkpoint.save(folder, 0, config, model, adamw(model, config.train))
+            checkpoint.save(folder, 0, config, model, make_optimizer(model, config.train))
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise

@@ -1,6 +1,7 @@
 """Describe a run in the lines that its log starts with."""
 
 import operator
+from typing import TYPE_CHECKING
 
 from deeploop.config import Config
 from deeploop.config.backprop import optimizer_steps
@@ -10,13 +11,21 @@ from deeploop.config.loop_count import mean_loops
 from deeploop.config.model import RESIDUALS
 from deeploop.model.looplm import count_parameters
 from deeploop.train.parents import describe_parents
-from deeploop.train.trainer import Trainer
 from deeploop.utils.device import device_name
+
+if TYPE_CHECKING:
+    from deeploop.train.language import LanguageTrainer
 
 # Fields that one value of another field of the model or of training alone reads.
 USED_WITH = {
     "model.start_std": "start=noise",
     "model.adapter_init": "inject=adapter",
+    "model.n_layers": "reasoner.cycles_high=0",
+    "model.loops": "reasoner.cycles_high=0",
+    "model.embed_std": "reasoner.cycles_high=0",
+    "model.reasoner.layers_high": "reasoner.shared=False",
+    "model.reasoner.mixer_width": "reasoner.mixer=mlp",
+    "model.reasoner.scale_per": "reasoner.visits=paper|counted",
     "model.mor.capacity": "depth=expert_choice",
     "model.mor.causal": "depth=expert_choice",
     "model.mor.causal_weight": "depth=expert_choice",
@@ -29,12 +38,13 @@ USED_WITH = {
     "train.loop_set": "loop_count=set",
     "train.exit_weight": "loss=expected|ponder",
     "train.exit_prior": "loss=ponder",
+    "train.min_lr": "schedule=wsd|cosine",
 }
 
 BORDERS = ("start", "input_norm", "inject", "loop_norm", "readout_map", "loop_signal", "depth")
 
 
-def describe(trainer: Trainer) -> list[str]:
+def describe(trainer: "LanguageTrainer") -> list[str]:
     """Return the log's first lines: the model, the data and the implementations that run."""
     c, m = trainer.config, trainer.config.model
     kernels = "Triton kernels" if trainer.device.type == "cuda" else "closed forms in PyTorch"
@@ -79,6 +89,8 @@ def without_effect(config: Config) -> list[str]:
         for choice in choices.values()
         if choice.section and choice.section != choices[name].section
     }  # fmt: skip
+    if not m.reasoner.cycles_high:
+        reasons["reasoner"] = "model.reasoner.cycles_high=0"
     if not m.moe.experts:
         reasons["moe"] = "model.moe.experts=0"
     lines = {
@@ -96,7 +108,7 @@ def without_effect(config: Config) -> list[str]:
         mine, field, (needed_field, values) = (
             getattr(config, section), operator.attrgetter(path), needed.split("=")
         )  # fmt: skip
-        value, other = field(mine), getattr(mine, needed_field)
+        value, other = field(mine), str(operator.attrgetter(needed_field)(mine))
         if value != field(type(mine)()) and other not in values.split("|"):
             lines.setdefault(name, f"{name}={value}: no effect without {section}.{needed}")
     name, t = "train.teacher_weight", config.train
@@ -105,7 +117,7 @@ def without_effect(config: Config) -> list[str]:
     return list(lines.values())
 
 
-def describe_backprop(trainer: Trainer) -> str:
+def describe_backprop(trainer: "LanguageTrainer") -> str:
     """Return how far gradients go, how often the optimizer steps, what is recomputed."""
     t, loops = trainer.config.train, trainer.config.model.loops
     groups = optimizer_steps(t, loops)

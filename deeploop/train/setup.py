@@ -1,6 +1,7 @@
 """Make a trainer from a configuration: resolve, check and describe it before step one."""
 
 import contextlib
+import importlib
 import os
 import shutil
 import sys
@@ -11,7 +12,9 @@ from rich.console import Console
 
 from deeploop.config import Config
 from deeploop.config.fields import entries
+from deeploop.config.model import MODELS
 from deeploop.data.corpus import Corpus, load_corpus
+from deeploop.data.puzzles.source import PuzzleSource, open_source
 from deeploop.data.source import Source
 from deeploop.data.tasks.corpus import open_task
 from deeploop.model.borders import number_fields, reads_input
@@ -81,9 +84,28 @@ def resolve(config: Config, corpus: Source, ranks: Ranks) -> Config:
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         check_strides(m.d_model, m.moe.d_expert or m.d_model, dtype, device)
     config = config.replace("model", vocab_size=vocab)
+    if isinstance(corpus, PuzzleSource):
+        config = fit_puzzles(config, corpus)
     config = config.replace("data", **absolute_paths(config, corpus))
     config = config.replace("train", **absolute_parents(config))
     return config.replace("train", device=str(device), precision=precision)
+
+
+def fit_puzzles(config: Config, corpus: PuzzleSource) -> Config:
+    """Give a reasoner the number of puzzles; raises InputError where the cells are not its own."""
+    m = config.model
+    if m.seq_len != corpus.seq_len:
+        raise InputError(
+            f"model.seq_len={m.seq_len}: the puzzles of {config.data.puzzles} have "
+            f"{corpus.seq_len} cells; give that"
+        )
+    rows = (m.reasoner.puzzles or corpus.puzzles) if m.reasoner.puzzle_tokens else 0
+    if m.reasoner.puzzle_tokens and rows < corpus.puzzles:
+        raise InputError(
+            f"model.reasoner.puzzles={rows}: smaller than the {corpus.puzzles} of the data; give "
+            "at least that, or 0 to take it"
+        )
+    return config.replace("model.reasoner", puzzles=rows)
 
 
 def check_draws(config: Config) -> None:
@@ -158,8 +180,8 @@ def check_same_corpus(corpus: Source, ckpt: checkpoint.Checkpoint) -> None:
     if any(before.get(name) != value for name, value in now.items()):
         if corpus.answers:
             raise InputError(
-                f"task {corpus.name} makes other examples than when the run of {ckpt.path} began, "
-                "in another version; start a new run without --resume"
+                f"{corpus.name} has other examples than when the run of {ckpt.path} began, of "
+                "another version or place; start a new run without --resume"
             )
         sizes = f"{before.get('train_tokens')} training tokens then, {now.get('train_tokens')} now"
         raise InputError(
@@ -171,6 +193,8 @@ def check_same_corpus(corpus: Source, ckpt: checkpoint.Checkpoint) -> None:
 
 def read_corpus(config: Config) -> Source:
     """Load the text or the task that a configuration names."""
+    if config.data.puzzles:
+        return open_source(config.data.puzzles)
     if config.data.task:
         return open_task(config.data, config.model.seq_len)
     return load_corpus(
@@ -206,6 +230,13 @@ def check_lengths(corpus: Corpus, config: Config) -> None:
         )
 
 
+def trainer_class(config: Config) -> type[Trainer]:
+    """Return the class that trains models of `config.model.kind`."""
+    module, _, name = MODELS[config.model.kind].trainer.partition(":")
+    kind: type[Trainer] = getattr(importlib.import_module(module), name)
+    return kind
+
+
 def open_run(
     config: Config,
     console: Console,
@@ -226,7 +257,8 @@ def open_run(
     with contextlib.ExitStack() as lock:
         start = prepare_together(ranks, lambda: prepare(config, console, ckpt, ranks, lock))
         floors = start.corpus.floors() if ranks.is_main else {}
-        trainer = Trainer(start.config, start.corpus, floors, start.folder, console, ranks)
+        kind = trainer_class(start.config)
+        trainer = kind(start.config, start.corpus, floors, start.folder, console, ranks)
         if start.ckpt is not None and start.ckpt.saved:
             trainer.restore(start.ckpt)
         trainer.learn_from(start.parents)

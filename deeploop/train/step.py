@@ -21,7 +21,7 @@ from deeploop.utils.spans import span
 
 def train_step(
     model: LoopLM,
-    optimizer: torch.optim.AdamW,
+    optimizer: torch.optim.Optimizer,
     config: Config,
     micro_batches: Sequence[MicroBatch | tuple[Tensor, Tensor]],
     lr: float,
@@ -37,7 +37,7 @@ def train_step(
     """Take one pass over a batch: an optimizer step after each group of segments.
 
     Args:
-        model, optimizer: updated in place (`deeploop.train.optim.adamw`).
+        model, optimizer: updated in place (`deeploop.train.optim.make_optimizer`).
         config: of the run; `config.train.batch_size` sequences are the whole batch.
         micro_batches: this rank's sequences; pairs of tokens and targets will do.
         lr: learning rate of this step.
@@ -82,7 +82,7 @@ def train_step(
 
 def apply_gradients(
     model: LoopLM,
-    optimizer: torch.optim.AdamW,
+    optimizer: torch.optim.Optimizer,
     clip: float,
     lr: float,
     exclude: Collection[Tensor] = (),

@@ -1,52 +1,60 @@
 """Train a run: step, log, validate, save, and end whole on a signal.
 
-One process, or one of several that share each batch (see `deeploop.utils.distributed`).
+One process, or one of several that share each batch (see `deeploop.utils.distributed`). A subclass
+says how a kind of model is made, takes a step, is validated and checked:
+`deeploop.train.language` those of a language model.
 """
 
 import contextlib
 import math
 import signal
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
 
 from deeploop.config import Config
-from deeploop.config.loop_count import loops_of_sequences
 from deeploop.data.source import Source
-from deeploop.eval.generate import sample
 from deeploop.eval.validate import held_out_targets
-from deeploop.model.looplm import LoopLM, count_parameters
-from deeploop.model.noise import sequence_keys
-from deeploop.model.state import Draws
+from deeploop.model.looplm import count_parameters
 from deeploop.runs import checkpoint
 from deeploop.runs.metrics_file import MetricsFile
-from deeploop.train.backprop import MicroBatch
-from deeploop.train.finite import first_nonfinite, state_is_finite, stream_is_finite
-from deeploop.train.held_out import held_out_figures, in_words
-from deeploop.train.losses import loss_rule
-from deeploop.train.metrics import StepMetrics, largest_rms
-from deeploop.train.optim import adamw, learning_rate
-from deeploop.train.parents import Parents, load_teacher, start_from
+from deeploop.train.finite import first_nonfinite, state_is_finite
+from deeploop.train.optim import learning_rate
+from deeploop.train.parents import Parents
 from deeploop.train.progress import ProgressBar
-from deeploop.train.step import train_step
 from deeploop.train.stop import stop_signals
 from deeploop.train.throughput import Throughput
+from deeploop.train.weight_average import WeightAverage
 from deeploop.utils.console import open_console
 from deeploop.utils.device import autocast, device_name, peak_memory
 from deeploop.utils.disk import write_json
 from deeploop.utils.distributed import Ranks
 from deeploop.utils.errors import Diverged, InputError
-from deeploop.utils.spans import span
 
-SAMPLE_PROMPT, SAMPLE_TOKENS = 32, 200
+AVERAGE = "average."  # before the name of an averaged weight among the carried tensors
 
 
-class Trainer:
+class Measured(Protocol):
+    """The figures of a step; those of `deeploop.train.metrics.StepMetrics`, or like them."""
+
+    nonfinite: Tensor  # bool scalar on the device
+
+    def figures(self) -> dict[str, Any]:
+        """Return the figures that metrics.jsonl has; waits for the device."""
+
+
+class Trainer(ABC):
     """One run: its model, optimizer, corpus and folder, and the number of steps done."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    stream = "the residual stream"  # whose values `forward_is_finite` checks
 
     def __init__(
         self,
@@ -61,15 +69,6 @@ class Trainer:
         self.config, self.corpus, self.floors = config, corpus, floors
         self.folder, self.console, self.ranks = folder, console, ranks
         self.device = torch.device(config.train.device)
-        self.model = LoopLM(config.model).to(self.device)
-        loss_rule(config.train).freeze_others(self.model)
-        self.teacher: LoopLM | None = None
-        self.optimizer = adamw(self.model, config.train)
-        if config.train.compile:
-            # Branches only: updates are single kernels already, and no graph
-            # then depends on the number of loops.
-            for sublayer in self.model.all_sublayers():
-                sublayer.branch.compile()
         self.sequences = ranks.local_rows(config.train.batch_size)
         self.micro = config.train.micro_batch or len(self.sequences)
         self.lock = contextlib.ExitStack()  # holds the lock on the run folder until fit ends
@@ -80,6 +79,74 @@ class Trainer:
         self.validated: tuple[int, float, dict[str, Any]] = -1, math.nan, {}
         self.nonfinite = torch.zeros((), dtype=torch.bool, device=self.device)
         self.speed = Throughput(config.train.batch_size * config.model.seq_len)
+        self.make()
+        decay = config.train.ema
+        self.average = WeightAverage(self.model, decay) if decay else None
+
+    # Of a kind of model
+
+    @abstractmethod
+    def make(self) -> None:
+        """Make the model and the optimizer."""
+
+    @abstractmethod
+    def describe(self) -> list[str]:
+        """Return the log's first lines: the model, the data and the implementations that run."""
+
+    @abstractmethod
+    def take_step(self, observe: bool) -> Measured:
+        """Train on the batch of step `done`; sets `inputs`. `observe`: for a line of the log."""
+
+    @abstractmethod
+    def held_out_figures(self) -> dict[str, Any] | None:
+        """Validate; returns the figures for metrics.jsonl, None where a signal ended it."""
+
+    @abstractmethod
+    def in_words(self, figures: dict[str, Any]) -> str:
+        """Return figures of `held_out_figures` as a line of the log has them."""
+
+    @abstractmethod
+    def step_in_words(self, figures: dict[str, Any]) -> list[str]:
+        """Return figures of a step as the progress line has them, the first with the loss."""
+
+    @abstractmethod
+    def forward_is_finite(self) -> Tensor:
+        """Return whether the model's values on the last batch are finite: bool scalar."""
+
+    @abstractmethod
+    def worst(self) -> str:
+        """Name where in the model the values on the last batch are largest."""
+
+    def learn_from(self, parents: Parents) -> None:
+        """Load the weights to start from and the teacher; raises InputError on a misfit."""
+        if parents.init is not None or parents.teacher is not None:
+            raise InputError("train.init and train.teacher: are read by language models alone")
+
+    def averaged(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the model has the average of its weights, if there is one."""
+        return contextlib.nullcontext() if self.average is None else self.average.used()
+
+    def carried(self) -> Mapping[str, Tensor]:
+        """Return the tensors, beside weights and moments, that the next step reads, of all ranks.
+
+        Called on every rank. Those of the main rank are saved.
+        """
+        if self.average is None:
+            return {}
+        return {AVERAGE + name: x for name, x in self.average.state_dict().items()}
+
+    def load_carried(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over what `carried` returned, of the same names, shapes and dtypes."""
+        if self.average is not None:
+            self.average.load_state_dict(
+                {n.removeprefix(AVERAGE): x for n, x in tensors.items() if n.startswith(AVERAGE)}
+            )
+
+    def samples(self) -> dict[str, Any]:
+        """Return examples of the model's output for the summary."""
+        return {}
+
+    # Of every run
 
     @classmethod
     def open(cls, config: Config, resume: str | None = None) -> "Trainer":
@@ -101,14 +168,8 @@ class Trainer:
         """Load weights, optimizer state and step of a checkpoint; raises InputError on a misfit."""
         checkpoint.load_weights(ckpt, self.model)
         checkpoint.load_optimizer(ckpt, self.optimizer, self.model)
+        self.load_carried(checkpoint.load_carried(ckpt, self.carried()))
         self.done = ckpt.step
-
-    def learn_from(self, parents: Parents) -> None:
-        """Load the weights to start from and the teacher; raises InputError on a misfit."""
-        if parents.init is not None:
-            start_from(self.config, parents.init, self.model)
-        if parents.teacher is not None:
-            self.teacher = load_teacher(self.config, parents.teacher, self.device)
 
     def fit(self) -> dict[str, Any]:
         """Train to the last step, or to the signal that stops it; returns the summary."""
@@ -166,57 +227,19 @@ class Trainer:
         complete = self.validated[0] == t.steps  # a signal came after the last validation
         return (self.stopped or [signal.SIGTERM])[0] if ended and not complete else None
 
-    def step(self, observe: bool = False) -> StepMetrics:
-        """Take the next step of the run (`deeploop.train.step`)."""
-        with span("data"):
-            micro_batches = self.micro_batches()
-        lr = learning_rate(self.done, self.config.train)
-        metrics = train_step(
-            self.model, self.optimizer, self.config, micro_batches, lr,
-            step=self.done, ranks=self.ranks, observe=observe, teacher=self.teacher,
-        )  # fmt: skip
+    def step(self, observe: bool = False) -> Measured:
+        """Take the next step of the run."""
+        metrics = self.take_step(observe)
+        if self.average is not None:
+            self.average.update()
         self.nonfinite |= metrics.nonfinite
         self.done += 1
         return metrics
-
-    def micro_batches(self) -> list[MicroBatch]:
-        """Return this rank's sequences of the next batch, and what is drawn for each, in pieces."""
-        t, rows = self.config.train, self.sequences
-        self.inputs, targets = self.batch()
-        count = self.corpus.batch_targets(**self.next_batch())
-        keys = first_loops = None
-        if self.config.model.start == "noise":
-            keys = sequence_keys(t.seed, self.done, rows)
-        if t.loop_count_per == "sequence":
-            drawn = torch.tensor(loops_of_sequences(t, self.config.model.loops, self.done))
-            first_loops = (drawn.max() - drawn)[rows.start : rows.stop]
-
-        def piece(x: Tensor | None, first: int) -> Tensor | None:
-            return None if x is None else self.send(x[first : first + self.micro])
-
-        return [
-            MicroBatch(
-                self.send(self.inputs[i : i + self.micro]),
-                self.send(targets[i : i + self.micro]),
-                Draws(piece(keys, i), piece(first_loops, i)),
-                count,
-            )
-            for i in range(0, len(rows), self.micro)
-        ]
-
-    def batch(self) -> tuple[Tensor, Tensor]:
-        """Return this rank's sequences of the next batch: tokens and targets, int64 [B, T]."""
-        return self.corpus.batch(**self.next_batch(), rows=self.sequences)
 
     def next_batch(self) -> dict[str, int]:
         """Return the arguments that name the next batch to the corpus."""
         t, seq_len = self.config.train, self.config.model.seq_len
         return dict(seed=t.seed, step=self.done, global_batch=t.batch_size, seq_len=seq_len)
-
-    def last_inputs(self) -> Tensor:
-        """Return the first micro-batch of the last step, of the next before any, on the device."""
-        inputs = self.batch()[0] if self.inputs is None else self.inputs
-        return inputs[: self.micro].to(self.device)
 
     def send(self, x: Tensor) -> Tensor:
         """Copy a tensor to the run's device, without waiting on CUDA."""
@@ -224,7 +247,7 @@ class Trainer:
             x = x.pin_memory()
         return x.to(self.device, non_blocking=True)
 
-    def log(self, metrics: StepMetrics) -> None:
+    def log(self, metrics: Measured) -> None:
         """Write a step's figures to metrics.jsonl and the progress line."""
         self.check_finite()
         t = self.config.train
@@ -238,8 +261,7 @@ class Trainer:
         self.live.report(
             self.done,
             [
-                f"loss {figures['loss']:.4f}",
-                f"rms {figures['residual_rms'][-1]:.2f}",
+                *self.step_in_words(figures),
                 f"{memory:.1f} GiB",
                 f"{rate:,.0f} tokens/s",
                 f"ETA {timedelta(seconds=round(left))}",
@@ -253,17 +275,15 @@ class Trainer:
         Raises Diverged if the loss is not finite.
         """
         self.check_finite()
-        with self.speed.paused():
-            figures = held_out_figures(
-                self.model, self.corpus, self.config, self.micro, self.ranks, self.stop_validation
-            )
+        with self.speed.paused(), self.averaged():
+            figures = self.held_out_figures()
         if figures is None:
             return
         loss = figures["val_loss"]
         self.metrics.write(step=self.done, **figures)
         if not math.isfinite(loss):
             raise self.diverged("held-out loss is not finite at step")
-        self.live.say(f"step {self.done:>6}  {in_words(figures)}")
+        self.live.say(f"step {self.done:>6}  {self.in_words(figures)}")
         self.validated = self.done, loss, figures
 
     def stop_validation(self, done: int) -> bool:
@@ -280,20 +300,22 @@ class Trainer:
         self.check_finite()
         with self.speed.paused():
             self.check_state()
+            carried = self.carried()
             if not self.ranks.is_main:
                 return
-            checkpoint.save(self.folder, self.done, self.config, self.model, self.optimizer)
+            checkpoint.save(
+                self.folder, self.done, self.config, self.model, self.optimizer, carried
+            )
             for sentence in checkpoint.prune(self.folder, self.config.train.keep):
                 self.live.say(sentence)
 
     def check_state(self) -> None:
         """Raise Diverged if a weight, a moment or the stream is not finite on any rank."""
-        tokens = self.last_inputs()
         with autocast(self.device, self.config.train.precision):
-            finite = stream_is_finite(self.model, tokens)
+            finite = self.forward_is_finite()
         finite &= state_is_finite(self.model, self.optimizer)
         if self.ranks.any_rank(not finite):
-            name = first_nonfinite(self.model, self.optimizer) or "the residual stream"
+            name = first_nonfinite(self.model, self.optimizer) or self.stream
             raise self.diverged(f"{name} is not finite at step")
 
     def check_finite(self) -> None:
@@ -303,11 +325,10 @@ class Trainer:
 
     def diverged(self, reason: str) -> Diverged:
         """Return the error that ends the run: the reason, the worst visit and a remedy."""
-        worst = largest_rms(self.model, self.last_inputs())
         kept = checkpoint.steps(self.folder)
         scale = "" if self.config.model.exponent is None else " or a larger model.p"
         return Diverged(
-            f"{reason} {self.done}, largest residual at {worst}; "
+            f"{reason} {self.done}, largest residual at {self.worst()}; "
             f"the last good checkpoint is {kept[-1] if kept else 'none'}; "
             f"try a lower train.lr{scale}"
         )
@@ -323,7 +344,8 @@ class Trainer:
         if not self.ranks.is_main:
             return values
         if stopped_by is None:
-            values["sample"] = self.sample()
+            with self.averaged():
+                values |= self.samples()
         values |= {
             "tokens_per_second": self.speed.overall(),
             "parameters": count_parameters(self.model),
@@ -339,20 +361,13 @@ class Trainer:
         plots.loops(lines, self.folder / "loops.png")
         return values
 
-    def sample(self) -> str | None:
-        """Continue held-out text with the model; None without a tokenizer."""
-        tokenizer = self.corpus.tokenizer
-        if tokenizer is None:
-            return None
-        length = min(SAMPLE_PROMPT, self.corpus.held_out_targets, self.config.model.seq_len)
-        prompt, _ = next(self.corpus.held_out(1, length, length))
-        self.model.eval()
-        with autocast(self.device, self.config.train.precision):
-            tokens = sample(self.model, prompt.to(self.device), SAMPLE_TOKENS, temperature=0.8)
-        self.model.train()
-        return tokenizer.decode(tokens[0].tolist())
-
 
 def due(step: int, every: int, last: int) -> bool:
     """Return whether `step` ends a period of `every` steps; the last step always does."""
     return step == last or (every > 0 and step % every == 0)
+
+
+def load_average(ckpt: checkpoint.Checkpoint, model: nn.Module) -> None:
+    """Give a model the average of its run's weights, where the run has one."""
+    if ckpt.config.train.ema:
+        checkpoint.load_averages(ckpt, model, AVERAGE)

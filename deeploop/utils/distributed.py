@@ -59,6 +59,18 @@ class Ranks(NamedTuple):
                 for t, summed in zip(bucket, sums, strict=True):
                     t.copy_(summed.view_as(t))
 
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Return the tensors of all ranks, in order of rank, along the first axis.
+
+        Shapes and dtypes must agree on every rank.
+        """
+        if self.world == 1:
+            return tensor
+        with span("communication"):
+            parts = [torch.empty_like(tensor) for _ in range(self.world)]
+            dist.all_gather(parts, tensor)
+            return torch.cat(parts)
+
     def any_rank(self, flag: bool) -> bool:
         """Return True on every rank if `flag` is true on at least one; does not wait for a GPU."""
         if self.world == 1:

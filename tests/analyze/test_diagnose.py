@@ -26,7 +26,7 @@ from deeploop.config import MoEConfig, scaling
 from deeploop.data.corpus import load_corpus
 from deeploop.model.looplm import LoopLM
 from deeploop.runs import checkpoint
-from deeploop.train.optim import adamw
+from deeploop.train.optim import make_optimizer
 from deeploop.train.setup import open_run
 from deeploop.utils.errors import Diverged, InputError
 
@@ -128,7 +128,9 @@ def test_memory_is_counted_without_allocating_it(config, residual):
     tokens = torch.zeros(4, 16, dtype=torch.int64)
     with LiveBytes() as live:
         model = LoopLM(config.model)
-        measure_state(model, adamw(model, config.train), config, 0, Batch(tokens, tokens, 1, 0))
+        measure_state(
+            model, make_optimizer(model, config.train), config, 0, Batch(tokens, tokens, 1, 0)
+        )
     assert peak_bytes(config, 4) == pytest.approx(live.peak, rel=0.02)
 
 

@@ -25,7 +25,7 @@ from deeploop.analyze.diagnose.per_loop import (
 )
 from deeploop.config import ModelConfig, MoEConfig
 from deeploop.model.looplm import LoopLM
-from deeploop.train.optim import adamw
+from deeploop.train.optim import make_optimizer
 from deeploop.train.setup import open_run
 
 EXPERTS = MoEConfig(experts=4, top_k=2, d_expert=16, shared=1)
@@ -44,7 +44,7 @@ def test_the_step_is_the_trainers(config, quiet, moe, after):
     trainer.config = config = trainer.config.replace("train", steps=20)
     model = LoopLM(config.model)
     model.load_state_dict(trainer.model.state_dict())
-    optimizer = adamw(model, config.train)
+    optimizer = make_optimizer(model, config.train)
     optimizer.load_state_dict(copy.deepcopy(trainer.optimizer.state_dict()))
     before = [p.detach().clone() for p in model.parameters()]
     start = model.embed_tokens.weight.detach().clone()

@@ -39,19 +39,24 @@ def rms_norm(x, gain=None, eps=EPS):
     return y if gain is None else y * gain
 
 
-def plain_attention(branch, x, qk_norm=False, base=ROPE_BASE, eps=EPS, seen=None, y=None):
+def plain_attention(
+    branch, x, qk_norm=False, base=ROPE_BASE, eps=EPS, seen=None, y=None, causal=True
+):
     """Attention from its definition: one head at a time, complex-number RoPE.
 
     seen: bool [B, T], tokens whose keys others see; None: all. A token sees itself in any case.
     y: what keys and values are made of; None: x.
+    causal: whether a token sees those before it alone.
+    base: of RoPE; None: no positions.
     """
     y = x if y is None else y
     T, d = x.shape[1:]
     D = branch.head_dim
     wq, wk, wv = branch.qkv.weight.split(d)
-    angle = torch.arange(T, dtype=x.dtype)[:, None] * base ** (
+    angle = torch.arange(T, dtype=x.dtype)[:, None] * (base or 1.0) ** (
         -torch.arange(0, D, 2, dtype=x.dtype) / D
     )
+    angle = angle * (base is not None)
     turn = torch.polar(torch.ones_like(angle), angle)
     heads = []
     for i in range(branch.n_heads):
@@ -61,7 +66,7 @@ def plain_attention(branch, x, qk_norm=False, base=ROPE_BASE, eps=EPS, seen=None
             q, k = rms_norm(q, eps=eps), rms_norm(k, eps=eps)
         q, k = (torch.complex(z[..., : D // 2], z[..., D // 2 :]) * turn for z in (q, k))
         scores = (q @ k.conj().transpose(-1, -2)).real / math.sqrt(D)
-        hidden = torch.ones(T, T, dtype=torch.bool).triu(1)
+        hidden = torch.ones(T, T, dtype=torch.bool).triu(1 if causal else T)
         if seen is not None:
             hidden = hidden | ~(seen[:, None, :] | torch.eye(T, dtype=torch.bool))
         heads.append(scores.masked_fill(hidden, -math.inf).softmax(-1) @ v)

@@ -12,7 +12,7 @@ from deeploop.config import Config, TrainConfig
 from deeploop.config.backprop import segments
 from deeploop.model.looplm import LoopLM
 from deeploop.train.backprop import MicroBatch, run_segment
-from deeploop.train.optim import adamw
+from deeploop.train.optim import make_optimizer
 from deeploop.train.setup import open_run
 from deeploop.utils.device import autocast
 from tests.helpers.loom_cases import small
@@ -120,7 +120,7 @@ def test_a_diagnosis_is_the_cpus(residual):
     found = []
     for model, tokens in zip(models, (x, x.cuda()), strict=True):
         batch = Batch(tokens, tokens, probes=2, seed=0)
-        measured = measure_state(model, adamw(model, config.train), config, 0, batch)
+        measured = measure_state(model, make_optimizer(model, config.train), config, 0, batch)
         found.append(as_figures(measured, config, 0))
     cpu, gpu = found
     for key in ("loss", "kappa", "kappa_directional", "cosine", "c_u", "c_g"):

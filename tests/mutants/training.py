@@ -286,7 +286,7 @@ MUTANTS = [
     Mutant(
         "ranks_draw_for_their_first_rows",
         "Every rank gives its sequences the loops of the batch's first ones",
-        "deeploop/train/trainer.py",
+        "deeploop/train/language.py",
         "(drawn.max() - drawn)[rows.start : rows.stop]",
         "(drawn.max() - drawn)[: len(rows)]",
         "train/test_loop_count.py::test_ranks_draw_what_one_rank_draws",

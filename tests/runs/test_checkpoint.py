@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from deeploop.config import ModelConfig, TrainConfig
 from deeploop.model.looplm import LoopLM
 from deeploop.runs import checkpoint
-from deeploop.train.optim import adamw
+from deeploop.train.optim import make_optimizer
 from deeploop.utils.errors import InputError
 from tests.helpers.checkpoints import sign, trained_once
 from tests.helpers.data import refused
@@ -110,7 +110,7 @@ def test_torn_files_are_refused(tmp_path, name, keep):
 def test_decay_and_betas_are_the_optimizers_own(tmp_path):
     config, model, optimizer = trained_once()
     checkpoint.save(tmp_path, 1, config, model, optimizer)
-    other = adamw(model, TrainConfig(weight_decay=0.3, beta2=0.5, lr=7.0))
+    other = make_optimizer(model, TrainConfig(weight_decay=0.3, beta2=0.5, lr=7.0))
     checkpoint.load_optimizer(checkpoint.find(str(tmp_path)), other, model)
     assert [g["weight_decay"] for g in other.param_groups] == [0.3, 0.0]
     assert [g["betas"] for g in other.param_groups] == [(0.9, 0.5)] * 2

@@ -15,7 +15,7 @@ from deeploop.model.noise import sequence_keys
 from deeploop.model.state import Draws
 from deeploop.runs import checkpoint
 from deeploop.train.backprop import MicroBatch, run_segment
-from deeploop.train.optim import adamw
+from deeploop.train.optim import make_optimizer
 from deeploop.train.setup import open_run
 from deeploop.train.step import train_step
 from deeploop.utils.distributed import Ranks
@@ -129,7 +129,7 @@ def test_no_number_of_loops_compiles_again():
     for sublayer in model.all_sublayers():
         sublayer.branch.compile(backend="eager")
     train = TrainConfig(batch_size=2, precision="fp32", loop_count="set", loop_set="2,3,5,7")
-    config, optimizer = Config(model=model.config, train=train), adamw(model, train)
+    config, optimizer = Config(model=model.config, train=train), make_optimizer(model, train)
     graphs, seen = [], []
     for step in range(8):
         train_step(model, optimizer, config, [(tokens(), tokens())], 1e-3, step=step)

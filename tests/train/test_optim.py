@@ -5,7 +5,7 @@ import torch
 
 from deeploop.config import ModelConfig, TrainConfig
 from deeploop.model.looplm import LoopLM
-from deeploop.train.optim import adamw, clip_gradients, learning_rate, step_if_finite
+from deeploop.train.optim import clip_gradients, learning_rate, make_optimizer, step_if_finite
 
 
 def rates(**fields):
@@ -31,6 +31,12 @@ def test_cosine_falls_from_the_peak_to_the_floor():
     assert max(cosine) == cosine[19] == pytest.approx(2.0)
     assert cosine[19:] == sorted(cosine[19:], reverse=True)
     assert (cosine[509] + cosine[510]) / 2 == pytest.approx(2.0 * (0.1 + 0.9 * 0.5))
+
+
+def test_constant_stays_at_the_peak_after_the_warm_up():
+    constant = rates(steps=100, schedule="constant", warmup=0.05, decay=0.9)
+    assert constant[:5] == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0])
+    assert set(constant[4:]) == {2.0}
 
 
 @pytest.mark.parametrize("schedule", ["wsd", "cosine"])
@@ -72,7 +78,7 @@ def test_a_longer_run_takes_the_schedule_of_its_new_length(schedule):
 def test_only_matrices_decay():
     model = LoopLM(ModelConfig(d_model=16, n_heads=2, n_layers=1, loops=1, vocab_size=11))
     config = TrainConfig(weight_decay=0.3, beta1=0.8, beta2=0.99)
-    decayed, kept = adamw(model, config).param_groups
+    decayed, kept = make_optimizer(model, config).param_groups
     assert decayed["betas"] == kept["betas"] == (0.8, 0.99)
     assert decayed["weight_decay"] == 0.3 and kept["weight_decay"] == 0
     assert {p.dim() for p in decayed["params"]} == {2}
@@ -87,7 +93,7 @@ def test_parcaes_recurrence_and_readout_never_decay(decay_gains):
     model = LoopLM(ModelConfig(**shape, inject="contractive", readout_map=True, input_norm=True))
     config = TrainConfig(weight_decay=0.3, decay_gains=decay_gains)
     names = {p: name for name, p in model.named_parameters()}
-    groups = adamw(model, config).param_groups
+    groups = make_optimizer(model, config).param_groups
     assert [g["weight_decay"] for g in groups] == [0.3, 0.3 * decay_gains, 0]
     assert {names[p] for p in groups[2]["params"]} == {
         "borders.injection.log_rate", "borders.injection.raw_step",
@@ -100,7 +106,7 @@ def test_parcaes_recurrence_and_readout_never_decay(decay_gains):
 def test_groups_have_names_even_without_parameters():
     """A checkpoint gives moments back by name; a model without gains has none in the second."""
     model = torch.nn.Linear(4, 4, bias=False)
-    groups = adamw(model, TrainConfig()).param_groups
+    groups = make_optimizer(model, TrainConfig()).param_groups
     assert [g["param_names"] for g in groups] == [["weight"], []]
 
 
@@ -118,7 +124,7 @@ def test_clip_returns_the_norm_before_and_bounds_it_after():
 def test_a_step_moves_by_the_rate_it_is_given():
     """Adam's first step is lr * sign(gradient)."""
     model = torch.nn.Linear(4, 4)
-    optimizer = adamw(model, TrainConfig(lr=7.0, weight_decay=0.0))
+    optimizer = make_optimizer(model, TrainConfig(lr=7.0, weight_decay=0.0))
     before = model.weight.detach().clone()
     model(torch.ones(4)).sum().backward()
     step_if_finite(optimizer, torch.tensor(1.0), 0.125)
@@ -128,7 +134,7 @@ def test_a_step_moves_by_the_rate_it_is_given():
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_gradient_that_is_not_finite_changes_nothing(bad):
     model = torch.nn.Linear(4, 4)
-    optimizer = adamw(model, TrainConfig())
+    optimizer = make_optimizer(model, TrainConfig())
     model(torch.ones(4)).sum().backward()
     step_if_finite(optimizer, torch.tensor(1.0), 0.1)
     weights = {k: v.clone() for k, v in model.state_dict().items()}

@@ -8,7 +8,7 @@ import torch
 from deeploop.config import Config, ModelConfig, MoEConfig, TrainConfig
 from deeploop.model.looplm import LoopLM
 from deeploop.model.moe.layer import MoE
-from deeploop.train.optim import adamw
+from deeploop.train.optim import make_optimizer
 from deeploop.train.setup import open_run
 from deeploop.train.step import train_step
 from deeploop.utils.errors import Diverged
@@ -36,7 +36,7 @@ def make(plan, experts=4):
 
 
 def step(model, config, batch, lr=1e-2):
-    return train_step(model, adamw(model, config.train), config, batch, lr)
+    return train_step(model, make_optimizer(model, config.train), config, batch, lr)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -19,7 +19,7 @@ from deeploop.train.stop import stop_signals
 @pytest.fixture
 def unchecked(monkeypatch):
     """Leave out the forward before a save, so that validations run the only ones in eval mode."""
-    monkeypatch.setattr("deeploop.train.trainer.stream_is_finite", lambda *_: torch.tensor(True))
+    monkeypatch.setattr("deeploop.train.language.stream_is_finite", lambda *_: torch.tensor(True))
 
 
 def signal_in_validation(trainer, sent):

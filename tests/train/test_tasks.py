@@ -78,7 +78,7 @@ def test_other_examples_than_before_are_refused(config, quiet, tmp_path, monkeyp
     with pytest.raises(InputError, match=r"data\.task=parity.*trained with addition"):
         open_run(more.replace("data", task="parity"), quiet, found)
     monkeypatch.setattr("deeploop.data.tasks.draw._GOLDEN", 3)
-    with pytest.raises(InputError, match=r"task addition makes other.*without --resume"):
+    with pytest.raises(InputError, match=r"addition has other examples.*without --resume"):
         open_run(more, quiet, found)
 
 

@@ -27,7 +27,7 @@ from deeploop.model.looplm import LoopLM
 from deeploop.model.memory import check_diagnosis
 from deeploop.runs import checkpoint
 from deeploop.runs.folder import choose_run_folder, claim_folder
-from deeploop.train.optim import adamw
+from deeploop.train.optim import make_optimizer
 from deeploop.train.setup import check_same, check_same_corpus, read_corpus, resolve
 from deeploop.utils.console import print_whole, say
 from deeploop.utils.device import device_name, pick_device
@@ -68,6 +68,7 @@ def diagnose(
             raise InputError(f"{name}={value}: must be at least {least}")
     if not 0 <= draw <= MAX_SEED:
         raise InputError(f"draw={draw}: must be from 0 to {MAX_SEED}")
+    config.model.require_loops("diagnose")
     device = pick_device(config.train.device)
     check_diagnosis(config, device, 1)
     corpus = read_corpus(config)
@@ -142,12 +143,12 @@ def checkpoints(path: str) -> list[checkpoint.Checkpoint]:
 
 def states(
     config: Config, ckpts: list[checkpoint.Checkpoint]
-) -> Iterator[tuple[int, LoopLM, torch.optim.AdamW]]:
+) -> Iterator[tuple[int, LoopLM, torch.optim.Optimizer]]:
     """Yield (step, model, optimizer) at initialisation, then of each checkpoint."""
     for ckpt in (None, *ckpts):
         torch.manual_seed(config.train.seed)
         model = LoopLM(config.model).to(config.train.device)
-        optimizer = adamw(model, config.train)
+        optimizer = make_optimizer(model, config.train)
         if ckpt is not None:
             checkpoint.load_weights(ckpt, model)
             checkpoint.load_optimizer(ckpt, optimizer, model)
@@ -204,7 +205,9 @@ def peak_bytes(config: Config, sequences: int) -> int:
     with FakeTensorMode(allow_non_fake_inputs=False), LiveBytes() as live:
         model = LoopLM(config.model)
         tokens = torch.zeros(sequences, config.model.seq_len, dtype=torch.int64)
-        measure_state(model, adamw(model, config.train), config, 0, Batch(tokens, tokens, 1, 0))
+        measure_state(
+            model, make_optimizer(model, config.train), config, 0, Batch(tokens, tokens, 1, 0)
+        )
         return live.peak
 
 

@@ -64,7 +64,7 @@ class Measurement(NamedTuple):
 
 
 def measure_state(
-    model: LoopLM, optimizer: torch.optim.AdamW, config: Config, step: int, batch: Batch
+    model: LoopLM, optimizer: torch.optim.Optimizer, config: Config, step: int, batch: Batch
 ) -> Measurement:
     """Measure a model after `step` steps of training; then takes the next step on its weights.
 
@@ -143,7 +143,7 @@ def probe_jacobian(n: Tensor, groups: list[ParamGroup], batch: Batch) -> Iterato
 
 def take_step(
     model: LoopLM,
-    optimizer: torch.optim.AdamW,
+    optimizer: torch.optim.Optimizer,
     config: Config,
     step: int,
     groups: list[ParamGroup],

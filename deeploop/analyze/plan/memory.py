@@ -35,7 +35,7 @@ from deeploop.model.looplm import LoopLM
 from deeploop.model.loss import CHUNK_BYTES
 from deeploop.model.state import Draws
 from deeploop.train.backprop import MicroBatch
-from deeploop.train.optim import adamw
+from deeploop.train.optim import make_optimizer
 from deeploop.train.step import apply_gradients, train_step
 from deeploop.utils.device import autocast
 
@@ -191,7 +191,7 @@ def step_memory(
     waits = t.step_per == "segment" and len(listed) > 1
     with FakeTensorMode(), LiveBytes(unit, registry.scratch(kind)) as live:
         model = LoopLM(m)
-        optimizer = adamw(model, t)
+        optimizer = make_optimizer(model, t)
         weights = live.now
         fill_gradients(model, live)
         apply_gradients(model, optimizer, t.clip, t.lr)  # makes the moments
@@ -216,7 +216,7 @@ def step_memory(
 
 def simulate(
     model: LoopLM,
-    optimizer: torch.optim.AdamW,
+    optimizer: torch.optim.Optimizer,
     config: Config,
     micro_batch: MicroBatch,
     times: dict[Segment, int],

@@ -113,6 +113,7 @@ def target_of(name: str) -> Target:
 
 def resolve(config: Config, kind: Kind) -> Config:
     """Fill in the vocabulary and the precision, which a run takes from corpus and machine."""
+    config.model.require_loops("plan")
     vocab = config.model.vocab_size or VOCABULARIES.get(config.data.tokenizer, 0)
     if not vocab:
         raise InputError(

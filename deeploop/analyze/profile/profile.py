@@ -85,12 +85,12 @@ def open_profile(config: Config, steps: Steps, console: Console, ranks: Ranks) -
     # The learning rate is a function of the number of steps.
     config = config.replace("train", steps=steps.total)
     setup.check_memory(config, ranks)
-    named = config.data.path or config.data.task
+    named = config.data.path or config.data.task or config.data.puzzles
     corpus = setup.open_corpus(config) if named else random_corpus(config)
     config = setup.resolve(config, corpus, ranks)
     setup.check_memory(config, ranks)  # the vocabulary is now known
     folder = choose_run_folder(config, "profiles") if ranks.is_main else Path(config.train.out)
-    trainer = Trainer(config, corpus, {}, folder, console, ranks)
+    trainer = setup.trainer_class(config)(config, corpus, {}, folder, console, ranks)
     trainer.learn_from(find_parents(config, corpus, started=True))  # its weights change no time
     if ranks.is_main:
         if not config.train.out:
