@@ -48,8 +48,9 @@ def test_some_subsets_of_gradients(case):
     check_subsets(case, 20, some_subsets(case))
 
 
-@every_op
+@pytest.mark.parametrize("case", [Case("post_sandwich"), Case("looping_update")], ids=str)
 def test_some_subsets_of_gradients_of_wide_rows(case):
+    """Of the two kinds of kernels that take rows in chunks."""
     check_subsets(case, 2050, some_subsets(case))
 
 
