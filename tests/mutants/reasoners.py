@@ -111,4 +111,28 @@ MUTANTS = [
         "torch._foreach_add_(steps, 1.0)",
         "train/test_adam_atan2.py::test_a_step_that_is_not_finite_changes_nothing",
     ),
+    Mutant(
+        "puzzle_gradients_of_one_rank",
+        "Each rank trains the puzzle vectors on its own rows",
+        "deeploop/train/reasoner.py",
+        "self.model.puzzles.step(puzzle_rate, t.puzzle_decay, self.ranks, skip)",
+        "self.model.puzzles.step(puzzle_rate, t.puzzle_decay, skip=skip)",
+        "train/test_distributed.py::test_two_ranks_train_a_reasoner_as_one_does",
+    ),
+    Mutant(
+        "rows_start_anew_on_resume",
+        "A resumed reasoner gives every row a new puzzle",
+        "deeploop/train/reasoner.py",
+        'rows("halted").bool()',
+        'rows("halted").bool() | True',
+        "train/test_reasoner.py::test_a_resumed_run_is_the_unbroken_one",
+    ),
+    Mutant(
+        "all_rows_refilled",
+        "Rows that have not halted take a new puzzle, too",
+        "deeploop/train/supervision.py",
+        "choose(ended, a, b)",
+        "choose(ended | True, a, b)",
+        "train/test_reasoner.py::test_rows_that_halt_take_their_puzzle_of_the_next_batch_and_others_stay",
+    ),
 ]

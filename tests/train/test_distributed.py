@@ -6,10 +6,15 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from deeploop.config import Config
+from deeploop.runs import checkpoint
+from deeploop.train.setup import open_run
 from deeploop.utils.distributed import Ranks
 from tests.helpers.parallel_worker import CASES, train_all
 from tests.helpers.ranks import finish, free_port, start_ranks
+from tests.helpers.reasoners import small_reasoner, write_boards
 
 DRAWN = 4  # loops of the third step of the plan "drawn"
 
@@ -53,7 +58,10 @@ def done(tmp_path_factory):
         command(corpus, taken, "--steps", "3"),
         command(corpus, run, "--steps", "3", "--train.save-every", "2"),
         ["train", "--resume", str(run), "--steps", "4"],
+        ["train", "--config", str(folder / "reasoner.json")],
     ]
+    reasoner = small_reasoner(write_boards(folder), folder / "reasoner", "hrm", ema=0.9)
+    (folder / "reasoner.json").write_text(reasoner.to_json())
     given = json.dumps([(free_port(), words) for words in commands])
     both = start_ranks(["-c", WORK, str(corpus), str(folder), given])
     one = train_all(str(corpus), folder / "one", Ranks())
@@ -96,8 +104,8 @@ def test_two_ranks_are_one(done, plan, micro, dtype):
 def test_two_ranks_refuse_train_into_one_folder_and_go_on_together(done):
     run, taken = done.folder / "run", done.folder / "taken"
     lead, other = done.printed
-    refused, trained, resumed, _ = lead.split("exit code")
-    assert other.splitlines() == ["exit code 2", "exit code 0", "exit code 0"]
+    refused, trained, resumed, *_ = lead.split("exit code")
+    assert other.splitlines() == ["exit code 2", *["exit code 0"] * 3]
     assert "already exists" in refused
     assert trained.startswith(" 2") and "2 ranks" in trained and "held out" in trained
     assert resumed.startswith(" 0") and lead.rstrip().endswith("exit code 0")
@@ -107,3 +115,19 @@ def test_two_ranks_refuse_train_into_one_folder_and_go_on_together(done):
     assert [m["step"] for m in lines if "loss" in m] == [1, 2, 3, 4]
     assert json.loads((run / "summary.json").read_text())["step"] == 4
     assert [p.name for p in taken.iterdir()] == ["mine"]
+
+
+def test_two_ranks_train_a_reasoner_as_one_does(done, quiet):
+    """Weights, puzzle vectors, their average, and the rows that both ranks' checkpoint has."""
+    config = Config.from_json((done.folder / "reasoner.json").read_text())
+    alone = config.replace("train", out=str(done.folder / "alone"))
+    open_run(alone, quiet).fit()
+    one, two = (tensors(run.train.out) for run in (alone, config))
+    assert one.keys() == two.keys() and one["rows.high"].shape[0] == 6
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=1e-4, atol=1e-4, msg=name)
+
+
+def tensors(run):
+    folder = checkpoint.find(run).path
+    return load_file(folder / "model.safetensors") | load_file(folder / "carried.safetensors")
