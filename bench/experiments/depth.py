@@ -70,15 +70,19 @@ def by_loops(rows: dict[str, str], results: Results, loops: Sequence[int], figur
     return markdown_table(head, lines, text_columns=len(head))
 
 
-def main() -> None:
-    arguments = tyro.cli(Arguments, description=__doc__)
-    rows = cases(arguments.steps)
+def compare(arguments: Arguments, rows: dict[str, str], loops: Sequence[int], figure: str) -> None:
+    """Train the runs that the file lacks and print the table of `by_loops`."""
     runs = [] if arguments.table else with_seeds(rows.values(), arguments.seeds)
     try:
         results = sweep(runs, arguments.out, arguments.jobs)
     except InputError as error:
         sys.exit(str(error))
-    print(by_loops(rows, results, LOOPS, "val_loop_bits_per_byte"))
+    print(by_loops(rows, results, loops, figure))
+
+
+def main() -> None:
+    arguments = tyro.cli(Arguments, description=__doc__)
+    compare(arguments, cases(arguments.steps), LOOPS, "val_loop_bits_per_byte")
 
 
 if __name__ == "__main__":

@@ -12,30 +12,21 @@ input in every loop, and does not know how many loops come, solves harder instan
 """
 
 import dataclasses
-import sys
 from pathlib import Path
 
 import tyro
 
-from bench.experiments.depth import by_loops
-from bench.experiments.runs import sweep, with_seeds
-from deeploop.utils.errors import InputError
+from bench.experiments import depth
 
 LOOPS = (1, 2, 4, 6, 8, 12, 16, 24, 32)
 
 
 @dataclasses.dataclass
-class Arguments:
-    seeds: int = 3
-    """Seeds 0, 1, ... of each case."""
+class Arguments(depth.Arguments):
     steps: int = 1000
     """Steps of each run."""
-    jobs: int = 2
-    """Runs at a time."""
     out: Path = Path("runs/reach.json")
     """JSON of every run's end; runs that it already has are not repeated."""
-    table: bool = False
-    """Only print the table of the runs that the file has."""
 
 
 def cases(steps: int) -> dict[str, str]:
@@ -51,13 +42,7 @@ def cases(steps: int) -> dict[str, str]:
 
 def main() -> None:
     arguments = tyro.cli(Arguments, description=__doc__)
-    rows = cases(arguments.steps)
-    runs = [] if arguments.table else with_seeds(rows.values(), arguments.seeds)
-    try:
-        results = sweep(runs, arguments.out, arguments.jobs)
-    except InputError as error:
-        sys.exit(str(error))
-    print(by_loops(rows, results, LOOPS, "val_loop_accuracies"))
+    depth.compare(arguments, cases(arguments.steps), LOOPS, "val_loop_accuracies")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Measure a reasoner by the number of segments: right answers, and where it would halt."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -28,31 +27,7 @@ class BySegment(NamedTuple):
     mean_segments: float  # where it halts them
 
 
-class Predicted(NamedTuple):
-    """One segment's results for a batch, [B] or [B, T], on the device."""
-
-    labels: Tensor  # int64 [B, T] the most likely
-    loss: Tensor  # float64 [B] mean over labels
-    wants: Tensor  # bool [B] the q head would halt
-
-
 @torch.no_grad()
-def segments_of(
-    model: Reasoner, config: Config, batch: Examples, read: Callable[[int, Predicted], None]
-) -> None:
-    """Run all segments on a batch on the model's device; calls `read` with 1, 2, ... and each."""
-    carry = model.start(len(batch.inputs))
-    answers = batch.targets != IGNORE
-    for segment in range(1, config.model.reasoner.segments + 1):
-        with autocast(batch.inputs.device, config.train.precision):
-            end = model(batch.inputs, batch.puzzles, carry)
-            logits = model.logits(end.n)
-        carry = end.carry
-        losses = stablemax_cross_entropy(logits, batch.targets)
-        loss = losses.sum(-1) / answers.sum(-1).clamp_min(1)
-        read(segment, Predicted(logits.argmax(-1), loss, model.halts(end.q)))
-
-
 def by_segment(
     model: Reasoner,
     corpus: PuzzleSource,
@@ -95,22 +70,23 @@ def by_segment(
 
 
 def add(model: Reasoner, config: Config, batch: Examples, sums: Tensor, early: Tensor) -> None:
-    """Add a batch's figures to those of `by_segment`."""
+    """Run all segments on a batch on the model's device; adds its figures to `by_segment`'s."""
     answers, most = batch.targets != IGNORE, config.model.reasoner.segments
+    labels, carry = answers.sum(-1).clamp_min(1), model.start(len(batch.inputs))
     halted = torch.zeros(len(batch.inputs), dtype=torch.bool, device=batch.inputs.device)
-
-    def read(segment: int, end: Predicted) -> None:
-        nonlocal halted
-        right = (end.labels == batch.targets) & answers
+    for segment in range(1, most + 1):
+        with autocast(batch.inputs.device, config.train.precision):
+            end = model(batch.inputs, batch.puzzles, carry)
+            logits = model.logits(end.n)
+        carry, wants = end.carry, model.halts(end.q)
+        loss = stablemax_cross_entropy(logits, batch.targets).sum(-1) / labels
+        right = (logits.argmax(-1) == batch.targets) & answers
         exact = (right | ~answers).all(-1)
-        token = right.sum(-1) / answers.sum(-1).clamp_min(1)
-        halts = ~halted & (end.wants | (segment == most))
-        halted = halted | end.wants
-        figures = end.loss.sum(), token.sum(), exact.sum(), halted.sum()
+        halts = ~halted & (wants | (segment == most))
+        halted = halted | wants
+        figures = loss.sum(), (right.sum(-1) / labels).sum(), exact.sum(), halted.sum()
         sums[:, segment - 1] += torch.stack([x.double() for x in figures])
         early.add_(torch.stack([(halts & exact).sum(), halts.sum() * segment, halts.sum()]))
-
-    segments_of(model, config, batch, read)
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deeploop.config import ModelConfig
+from deeploop.config import ModelConfig, ReasonerConfig
 from deeploop.config.reasoner import Scales, module_scales
 from deeploop.model.attention import Attention, AttentionContext, rope_tables
 from deeploop.model.init import truncated_normal_
@@ -231,10 +231,7 @@ class Reasoner(nn.Module):
 
     def halts(self, q: Tensor) -> Tensor:
         """Return whether sequences would halt by their Q logits [B, 2]: bool [B]."""
-        q_halt, q_continue = q.unbind(-1)
-        if self.config.reasoner.halting == "halt_continue":
-            return q_halt > q_continue
-        return q_halt > 0
+        return says_halt(q, self.config.reasoner)
 
     @property
     def head(self) -> Tensor:
@@ -254,6 +251,12 @@ class Reasoner(nn.Module):
         if not r.shared:
             modules = f"L of {r.layers_low} blocks and H of {r.layers_high}"
         return f"{modules}, {r.mixer}" + (f", {scales}" if scales else "")
+
+
+def says_halt(q: Tensor, config: ReasonerConfig) -> Tensor:
+    """Return whether Q logits [B, 2] say halt, as `config.halting` reads them: bool [B]."""
+    q_halt, q_continue = q.unbind(-1)
+    return q_halt > (q_continue if config.halting == "halt_continue" else 0.0)
 
 
 def positions(config: ModelConfig) -> int:

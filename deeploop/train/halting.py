@@ -18,6 +18,7 @@ from torch import Tensor
 
 from deeploop.config import ReasonerConfig
 from deeploop.model.noise import uniforms
+from deeploop.model.reasoner import says_halt
 
 
 def halted(
@@ -35,8 +36,7 @@ def halted(
     last = segment >= config.segments
     if not training:
         return last
-    q_halt, q_continue = q.unbind(-1)
-    says = q_halt > (q_continue if config.halting == "halt_continue" else 0.0)
+    says = says_halt(q, config)
     return last | (says if least is None else says & (segment >= least))
 
 
